@@ -12,10 +12,23 @@ namespace {
 
 constexpr uint32_t kOneBits = 0x3F800000;  // of 1.0, whose exponent is odd as it is stored
 
-// How many places `root` lies above the nearest one.
-int32_t PlacesOff(float value, float root) {
-  return static_cast<int32_t>(std::bit_cast<uint32_t>(root) -
-                              std::bit_cast<uint32_t>(std::sqrt(value)));
+// The entries of a word's values; nothing when a root is more than one place off.
+std::optional<uint32_t> WordOf(std::span<const float, SquareRoots::kEntriesPerWord> values,
+                               std::span<const float, SquareRoots::kEntriesPerWord> roots) {
+  constexpr uint32_t kEntries = SquareRoots::kEntriesPerWord;
+  // How many places each root lies above the nearest one; few do.
+  uint32_t places[kEntries], any = 0;
+  for (uint32_t i = 0; i < kEntries; ++i) {
+    places[i] = std::bit_cast<uint32_t>(roots[i]) - std::bit_cast<uint32_t>(std::sqrt(values[i]));
+  }
+  for (uint32_t i = 0; i < kEntries; ++i) any |= places[i];
+  if (any == 0) return 0;
+  uint32_t word = 0;
+  for (uint32_t i = 0; i < kEntries; ++i) {
+    if (places[i] + 1 > 2) return std::nullopt;
+    word |= (places[i] & 3) << (2 * i);
+  }
+  return word;
 }
 
 // A version of the kernels that takes roots by the sequence; null: this processor has none.
@@ -49,7 +62,7 @@ std::vector<float> Samples() {
 
 std::optional<SquareRoots> SquareRoots::Measure(
     const std::function<void(std::span<float>)>& take_roots) {
-  constexpr uint32_t kBatch = 64 * 1024;
+  constexpr uint32_t kBatch = 64 * 1024, kPerWord = kEntriesPerWord;
   SquareRoots roots;
   std::vector<RootSequence> sequences = {RootSequence::kUnfused12, RootSequence::kFused14};
   std::vector<float> values(kBatch), taken(kBatch);
@@ -61,12 +74,11 @@ std::optional<SquareRoots> SquareRoots::Measure(
     }
     taken = values;
     take_roots(taken);
-    for (uint32_t i = 0; i < kBatch; ++i) {
-      const int32_t places = PlacesOff(values[i], taken[i]);
-      if (places < -1 || places > 1) return std::nullopt;
-      const uint32_t entry = begin + i;
-      roots.corrections_[entry / kEntriesPerWord] |= (static_cast<uint32_t>(places) & 3)
-                                                     << (2 * (entry % kEntriesPerWord));
+    for (uint32_t i = 0; i < kBatch; i += kPerWord) {
+      const std::optional<uint32_t> word = WordOf(std::span(values).subspan(i).first<kPerWord>(),
+                                                  std::span(taken).subspan(i).first<kPerWord>());
+      if (!word.has_value()) return std::nullopt;
+      roots.corrections_[(begin + i) / kPerWord] = *word;
     }
     std::erase_if(sequences, [&](RootSequence sequence) {
       return !roots.SequenceFollows(sequence, values, taken);

@@ -296,6 +296,7 @@ grpc::Status ControlService::SetSquareRoots(grpc::ServerContext* context,
   auto messages = Stream<v1::SetSquareRootsRequest>::Read(reader, *session);
   if (!messages.ok()) return ToGrpc(messages.status());
   std::string bytes;
+  bytes.reserve(kernels::SquareRoots::kBytes);
   for (const v1::SetSquareRootsRequest& message : messages->messages()) bytes += message.part();
   return ToGrpc(OnJob<absl::Status>(
       **session, [&](Job& job, Rank&, const std::function<void(absl::Status)>& done) {

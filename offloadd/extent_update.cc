@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -24,11 +25,18 @@ T* At(const PlaneMemory& plane, uint64_t element) {
   return plane.bytes == nullptr ? nullptr : reinterpret_cast<T*>(plane.bytes) + element;
 }
 
-// A worker's own copy of a tile's gradients.
-std::byte* GradientsOfThread() {
-  alignas(64) static thread_local std::byte bytes[kTileElements * sizeof(double)];
-  return bytes;
+// What a worker has of its own is made when it first needs it: a thread begins by clearing all that
+// is thread_local, and most threads of the daemon are no workers.
+template <typename Room>
+Room& OfThread() {
+  static thread_local const std::unique_ptr<Room> room = std::make_unique<Room>();
+  return *room;
 }
+
+// A copy of a tile's gradients.
+struct TileGradients {
+  alignas(64) std::byte bytes[kTileElements * sizeof(double)];
+};
 
 // Checksums of one plane before and after the update.
 struct PlaneChecksums {
@@ -173,7 +181,7 @@ class Pass {
   }
 
   const void* TakeGradients(const kernels::Run& run, uint64_t element_bytes) {
-    std::byte* const copy = GradientsOfThread();
+    std::byte* const copy = OfThread<TileGradients>().bytes;
     std::memcpy(copy, run.gradient, run.count * element_bytes);
     digest_.Update(copy, run.count * element_bytes);
     return copy;
@@ -202,19 +210,15 @@ class Pass {
   size_t next_member_ = 0;
 };
 
-// A worker's own room for the tie bits of an extent before and after, zeros between two uses.
-struct ThreadTieBytes {
+// Room for the tie bits of an extent before and after, zeros between two uses.
+struct TieBytes {
   alignas(64) uint8_t before[kTieBytesMax] = {};
   alignas(64) uint8_t after[kTieBytesMax] = {};
 };
-ThreadTieBytes& TieBytesOfThread() {
-  static thread_local ThreadTieBytes bytes;
-  return bytes;
-}
 
 }  // namespace
 
-TieSource::TieSource(const TieBits& ties) : word_bytes_(TieBytesOfThread().before) {
+TieSource::TieSource(const TieBits& ties) : word_bytes_(OfThread<TieBytes>().before) {
   std::memcpy(word_bytes_, &ties.word, sizeof(ties.word));
   reader_.bits =
       ties.plane.has_value() ? reinterpret_cast<const uint8_t*>(ties.plane->data()) : word_bytes_;
@@ -223,7 +227,7 @@ TieSource::TieSource(const TieBits& ties) : word_bytes_(TieBytesOfThread().befor
 TieSource::~TieSource() { std::memset(word_bytes_, 0, sizeof(uint64_t)); }
 
 TieSink::TieSink(uint32_t elements) : elements_(elements) {
-  writer_.bits = TieBytesOfThread().after;
+  writer_.bits = OfThread<TieBytes>().after;
 }
 
 TieSink::~TieSink() {

@@ -153,16 +153,34 @@ absl::StatusOr<proto::v1::StatusReply> AskStatus(const std::string& socket,
   return reply;
 }
 
-absl::StatusOr<TwoAnswers> AskTwice(const std::string& socket, double timeout_seconds,
-                                    double interval_seconds) {
-  OFFLOAD_ASSIGN_OR_RETURN(proto::v1::StatusReply first, AskStatus(socket, timeout_seconds));
-  if (first.jobs().empty()) return TwoAnswers{.reply = std::move(first)};
-  const double begin = Clock::Real().NowSeconds();
+std::vector<absl::StatusOr<TwoAnswers>> AskTwice(const std::vector<DaemonAddress>& addresses,
+                                                 double timeout_seconds, double interval_seconds) {
+  std::vector<absl::StatusOr<TwoAnswers>> all;
+  std::vector<double> asked_seconds;
+  bool have_jobs = false;
+  for (const DaemonAddress& address : addresses) {
+    absl::StatusOr<proto::v1::StatusReply> first = AskStatus(address.socket, timeout_seconds);
+    have_jobs |= first.ok() && !first->jobs().empty();
+    asked_seconds.push_back(Clock::Real().NowSeconds());
+    if (first.ok()) {
+      all.push_back(TwoAnswers{.reply = *std::move(first)});
+    } else {
+      all.push_back(first.status());
+    }
+  }
+  if (!have_jobs) return all;
   std::this_thread::sleep_for(std::chrono::duration<double>(interval_seconds));
-  TwoAnswers answers{.jobs_before = first.jobs()};
-  OFFLOAD_ASSIGN_OR_RETURN(answers.reply, AskStatus(socket, timeout_seconds));
-  answers.seconds = Clock::Real().NowSeconds() - begin;
-  return answers;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (!all[i].ok() || all[i]->reply.jobs().empty()) continue;
+    absl::StatusOr<proto::v1::StatusReply> second = AskStatus(addresses[i].socket, timeout_seconds);
+    if (!second.ok()) {
+      all[i] = second.status();
+      continue;
+    }
+    all[i]->jobs_before = std::exchange(all[i]->reply, *std::move(second)).jobs();
+    all[i]->seconds = Clock::Real().NowSeconds() - asked_seconds[i];
+  }
+  return all;
 }
 
 Rates RatesOf(const TwoAnswers& answers, const proto::v1::JobStatus& job) {

@@ -57,9 +57,10 @@ struct TwoAnswers {
   proto::v1::StatusReply reply;
   double seconds = 1;  // between the two
 };
-// Waits `interval_seconds` between the two, unless there are no jobs.
-absl::StatusOr<TwoAnswers> AskTwice(const std::string& socket, double timeout_seconds,
-                                    double interval_seconds);
+// Of each daemon, in order. Waits `interval_seconds` between the two, once for all of them; those
+// without jobs are not asked again.
+std::vector<absl::StatusOr<TwoAnswers>> AskTwice(const std::vector<DaemonAddress>& addresses,
+                                                 double timeout_seconds, double interval_seconds);
 // Bytes per second of the drive; 0 for a job that was not there before.
 struct Rates {
   double read = 0, written = 0;

@@ -510,9 +510,13 @@ class FakeDaemon : public proto::v1::Control::Service {
   }
   ~FakeDaemon() override { server_->Shutdown(); }
 
+  // Of its answers: as which of all daemons' answers each was given.
+  const std::vector<int>& turns() const { return turns_; }
+
  private:
   grpc::Status Status(grpc::ServerContext*, const proto::v1::StatusRequest*,
                       proto::v1::StatusReply* reply) override {
+    turns_.push_back(answers_of_all_++);
     reply->set_version("9.9.9");
     reply->set_uptime_seconds(8040);
     proto::v1::JobStatus* job = reply->add_jobs();
@@ -531,6 +535,8 @@ class FakeDaemon : public proto::v1::Control::Service {
     return grpc::Status::OK;
   }
 
+  inline static std::atomic<int> answers_of_all_{0};
+  std::vector<int> turns_;
   std::atomic<uint64_t> bytes_read_{0};
   std::unique_ptr<grpc::Server> server_;
   UniqueFd ranks_;
@@ -572,6 +578,20 @@ TEST_F(StatusTest, FindsPrivateDaemonsUnderTheRuntimeDirectory) {
   EXPECT_EQ(result.exit_code, 0) << result.error;
   EXPECT_NE(result.out.find(socket() + " (private)  v9.9.9"), std::string::npos) << result.out;
   EXPECT_NE(result.out.find("up 2h14m"), std::string::npos) << result.out;
+}
+
+TEST_F(StatusTest, PausesOnceForAllDaemons) {
+  std::filesystem::create_directory(runtime_ / "offloadd-2");
+  const FakeDaemon one(runtime_ / "offloadd-1"), other(runtime_ / "offloadd-2");
+  for (const std::string command : {"status --interval 0.01", "top --once --interval 0.01"}) {
+    const size_t before = one.turns().size();
+    const Result result = Run(command, "XDG_RUNTIME_DIR=" + runtime_.string());
+    EXPECT_EQ(result.exit_code, 0) << result.error;
+    ASSERT_EQ(one.turns().size(), before + 2) << command;
+    ASSERT_EQ(other.turns().size(), before + 2) << command;
+    EXPECT_LT(one.turns()[before], other.turns()[before + 1]) << command;
+    EXPECT_LT(other.turns()[before], one.turns()[before + 1]) << command;
+  }
 }
 
 TEST_F(StatusTest, NamesOfOthersDoNotReachTheTerminalAsControlCodes) {

@@ -198,10 +198,11 @@ class StatusCommand : public Command {
     Answer answer;
     answer.data["daemons"] = Json::array();
     absl::Status failure;
-    for (const DaemonAddress& address : addresses) {
-      const auto reply = AskTwice(address.socket, daemons_.timeout_seconds(), interval_seconds_);
+    const auto replies = AskTwice(addresses, daemons_.timeout_seconds(), interval_seconds_);
+    for (size_t i = 0; i < addresses.size(); ++i) {
+      const absl::StatusOr<TwoAnswers>& reply = replies[i];
       if (reply.ok()) {
-        Add(address, *reply, answer);
+        Add(addresses[i], *reply, answer);
       } else if (!absl::IsUnavailable(reply.status()) || daemons_.is_named()) {
         failure = reply.status();  // a socket that a dead daemon left is no news
       }

@@ -54,11 +54,12 @@ class TopCommand : public Command {
     Answer answer;
     answer.data["daemons"] = Json::array();
     absl::Status failure;
-    for (const DaemonAddress& address : addresses) {
-      const auto answers = AskTwice(address.socket, daemons_.timeout_seconds(), interval_seconds_);
+    const auto all = AskTwice(addresses, daemons_.timeout_seconds(), interval_seconds_);
+    for (size_t i = 0; i < addresses.size(); ++i) {
+      const absl::StatusOr<TwoAnswers>& answers = all[i];
       if (answers.ok()) {
-        absl::StrAppend(&answer.text, TopText(address, *answers));
-        answer.data["daemons"].push_back(DescribeTop(address, *answers));
+        absl::StrAppend(&answer.text, TopText(addresses[i], *answers));
+        answer.data["daemons"].push_back(DescribeTop(addresses[i], *answers));
       } else if (!absl::IsUnavailable(answers.status()) || daemons_.is_named()) {
         failure = answers.status();  // a socket that a dead daemon left is no news
       }

@@ -522,7 +522,7 @@ class Handle(Grows, jobs.OfProcess):
         from .control import run
 
         self._running()
-        daemons = json.loads(run("status", "--json"))["daemons"]
+        daemons = json.loads(run("status", "--json", "--interval", "0.1"))["daemons"]
         for job in [job for daemon in daemons for job in daemon["jobs"]]:
             if job["job"] == self.job and any(rank["pid"] == os.getpid() for rank in job["ranks"]):
                 return job
