@@ -10,7 +10,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import anew, followers, in_memory, jobs, pickled, served
+from . import anew, followers, in_memory, jobs, pickled, safetensors_files, served
 from .attachable import without_prepare, without_wrapper
 from .beginning import Beginning, has_begun
 from .errors import Error
@@ -280,7 +280,7 @@ class init:
         jobs.constructed = self
         self._constructs_in = threading.get_ident()
         served.install()
-        served.install_serializers()
+        safetensors_files.install()
         return self
 
     def __exit__(self, failure, *_):
