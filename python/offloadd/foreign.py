@@ -9,7 +9,7 @@ import torch
 from . import process_state
 from .errors import Error
 from .library import Engine, bytes_of, tensor_of
-from .optimizer import after_steps, has_stepped, refuse_unless_kept
+from .optimizer import after_steps, has_stepped, have_hooks, refuse_unless_kept
 from .recipes import parameters_of, refuse
 
 _log = logging.getLogger("offloadd")
@@ -112,6 +112,7 @@ class ForeignPart:
 
     def swap(self):
         self.optimizer._offload_part = self
+        have_hooks(self.optimizer)
         self._hooks = [self.optimizer.register_step_pre_hook(self._begin), after_steps(self.optimizer, self._end)]
 
     def release(self):
