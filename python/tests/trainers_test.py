@@ -18,7 +18,7 @@ import unittest
 import torch
 
 import offloadd
-from battery import case, leave_out, main
+from battery import Lines, case, leave_out, main
 from programs import Programs
 
 try:
@@ -982,6 +982,23 @@ def lightning_resumes_a_checkpoint_that_was_written_before_the_next_step(run):
         run.handles.pop().close()
         run.models.clear()
     return told, fit(5, "before.ckpt")
+
+
+@case(types=("fp32",), memory=("floor",))
+def lightning_that_begins_anew_in_a_job_with_steps_says_so(run):
+    """A run that was killed before its first checkpoint."""
+    fit = _fits(run, "anew")
+    with Lines() as lines:
+        told = fit(3)
+        assert not any("Lightning begins" in line for line in lines), lines
+        run.handles.pop().close()
+        run.models.clear()
+        if run.offloaded:
+            fit(2)
+            assert sum("job anew is at step 3, and Lightning begins at its first one" in line for line in lines) == 1, lines
+            assert run.handles.pop().step == 5
+            run.models.clear()
+        return told
 
 
 @case(types=("fp32",), memory=("floor",))
