@@ -64,10 +64,10 @@ class ForeignPart:
 
     def take(self, engine, parameters):
         """What the job has of it; nothing, before its first step there."""
-        described = bytes_of(engine.foreign(self.number)[2])
+        described, is_given_back = bytes_of(engine.foreign(self.number)[2]), vars(self.optimizer).pop("_offload_is_given_back", False)
         if not described:
             return
-        if has_stepped(self.optimizer):
+        if has_stepped(self.optimizer) and not is_given_back:
             _log.warning("offloadd: job %s is at step %d and has what %s keeps, that of the optimizer is dropped", self.handle.job, engine.step_count(),
                          self.name)
         try:

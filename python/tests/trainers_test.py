@@ -1226,7 +1226,8 @@ def untouched_script_that_goes_on_at_its_own_checkpoint(kind, kills):
         for kill_at in kills if run.offloaded else ():
             assert start(run, ITS_OWN_CHECKPOINT, os.path.join(run.folder, "kept.pt"), str(kill_at), kind, launcher=launcher).wait() == -signal.SIGKILL
             time.sleep(0.3)  # its daemon drains
-        text = start(run, ITS_OWN_CHECKPOINT, os.path.join(run.folder, "kept.pt"), "-1", kind, launcher=launcher).communicate()[0]
+        text, errors = start(run, ITS_OWN_CHECKPOINT, os.path.join(run.folder, "kept.pt"), "-1", kind, launcher=launcher).communicate()
+        assert "is dropped" not in errors, errors  # it is what the job goes on with
         return json.loads(text.splitlines()[-1])
 
     function.__name__ = f"untouched_script_that_goes_on_at_its_own_checkpoint_{kind}"
