@@ -195,6 +195,8 @@ void Session::Impl::Close() {
   // A forked child keeps its copy of the socket open; a shutdown the daemon sees all the same.
   if (socket.valid()) ::shutdown(socket.get(), SHUT_RDWR);
   socket.reset();
+  // The daemon's end would wait for an answer of this channel, which nobody drives any more.
+  control.reset();
   private_daemon.WaitForEnd();
 }
 

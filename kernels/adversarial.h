@@ -3,16 +3,17 @@
 // For tests: tensors full of what breaks kernels, and every optimizer of the table in many forms.
 #pragma once
 
-#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <iterator>
 #include <limits>
+#include <span>
 #include <string_view>
 #include <vector>
 
 #include "base/random.h"
+#include "kernels/library_roots.h"
 #include "kernels/split.h"
 #include "kernels/square_root.h"
 #include "kernels/update.h"
@@ -320,19 +321,29 @@ inline std::vector<OptimizerSpec> ManyOptimizers() {
 }
 
 // Corrections of every kind in no order: what a library could have, and more. At step 1 none, at
-// step 3 those of normal numbers, at step 4 of subnormal ones, too.
+// step 3 those of normal numbers, at step 4 of subnormal ones, too. At steps 5 to 8 those of the
+// sequences that are known, by which vectors take them: of normal numbers, and of subnormal ones,
+// too. (Of a sequence that this processor lacks, nearest ones.)
 inline const uint32_t* RootsOfStep(int64_t step) {
   static const auto corrections = [] {
     Random random(7);
     std::vector<uint32_t> words(SquareRoots::kWords);
     for (uint32_t& word : words) word = static_cast<uint32_t>(random.Next());
-    std::array<std::vector<uint32_t>, 2> both = {words, words};
-    for (const uint32_t of_subnormals : {0, 1})
-      both[of_subnormals][SquareRoots::kSubnormalWord] = of_subnormals;
-    return both;
+    words[SquareRoots::kSequenceWord] = 0;
+    std::vector<std::vector<uint32_t>> all = {words, words};
+    for (const RootSequence sequence : {RootSequence::kUnfused12, RootSequence::kFused14}) {
+      const auto roots = SquareRoots::Measure([&](std::span<float> values) {
+        if (HasRootsOf(sequence)) return TakeRootsBy(sequence, values);
+        for (float& value : values) value = std::sqrt(value);
+      });
+      const uint32_t* const begin = roots->corrections();
+      all.insert(all.end(), 2, std::vector<uint32_t>(begin, begin + SquareRoots::kWords));
+    }
+    for (size_t i = 0; i < all.size(); ++i) all[i][SquareRoots::kSubnormalWord] = i % 2;
+    return all;
   }();
   return step < 3 ? nullptr : corrections[step - 3].data();
 }
-inline constexpr int64_t kStepsOfRoots[] = {1, 3, 4};
+inline constexpr int64_t kStepsOfRoots[] = {1, 3, 4, 5, 6, 7, 8};
 
 }  // namespace offload::kernels

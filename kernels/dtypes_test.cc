@@ -216,7 +216,8 @@ TEST_P(DtypesTest, CastsAsTheReferenceDoes) {
 }
 
 // A loss scale is taken out of a gradient in fp32: fp16 would lose what the scale has saved.
-TEST(HalfTest, UnscalesInFp32) {
+// `scale` is a clipping factor, and rounds to fp16 before.
+void ExpectUnscaledInFp32(Isa isa, float scale) {
   constexpr double kUnscale = 0.37 / 65536;
   constexpr size_t kCount = 4133;  // several pieces, and a tail
   for (const std::string_view name : {"adamw", "adam", "sgd", "adagrad", "rmsprop"}) {
@@ -227,8 +228,10 @@ TEST(HalfTest, UnscalesInFp32) {
     std::vector<std::vector<float>> states(kStatePlanesMax, std::vector<float>(kCount));
     for (size_t i = 0; i < kCount; ++i) {
       masters[i] = static_cast<float>(random.Unit());
-      gradient[i] = ToHalf(static_cast<float>(random.Unit() * 100));
-      wide[i] = FromHalf(gradient[i]) * static_cast<float>(kUnscale);
+      gradient[i] = ToHalf(static_cast<float>(random.Unit() * (i % 3 == 0 ? 1e-5 : 100)));
+      const float scaled =
+          scale == 1 ? FromHalf(gradient[i]) : FromHalf(ToHalf(FromHalf(gradient[i]) * scale));
+      wide[i] = scaled * static_cast<float>(kUnscale);
       for (auto& plane : states) plane[i] = static_cast<float>(random.Unit());
     }
     SplitHalf(masters.data(), kCount, weight.data(), residual.data());
@@ -239,19 +242,27 @@ TEST(HalfTest, UnscalesInFp32) {
                      .weight = weight.data(),
                      .half_residual = residual.data(),
                      .gradient_dtype = Dtype::kFloat16,
-                     .gradient = gradient.data()};
+                     .gradient = gradient.data(),
+                     .gradient_scale = scale};
     kernels::Run expected{
         .count = kCount, .tensor_count = kCount, .weight = masters.data(), .gradient = wide.data()};
     for (size_t i = 0; i < kStatePlanesMax; ++i) {
       run.state[i] = states[i].data();
       expected.state[i] = expected_states[i].data();
     }
-    Update(OptimizerSpec(name, {{"unscale", kUnscale}}), 2, run);
-    Update(OptimizerSpec(name, {{"unscale", kUnscale}}), 2, expected);  // of fp32: no effect
+    const OptimizerSpec optimizer(name, {{"unscale", kUnscale}});
+    Update(isa, optimizer, 2, run);
+    Update(Isa::kReference, optimizer, 2, expected);  // of fp32: no effect
     MergeHalf(weight.data(), residual.data(), kCount, merged.data());
     EXPECT_EQ(merged, masters) << name;
     EXPECT_EQ(states, expected_states) << name;
   }
+}
+TEST(HalfTest, UnscalesInFp32) {
+  for (const float scale : {1.0f, 0.3f}) ExpectUnscaledInFp32(Isa::kReference, scale);
+}
+TEST_P(DtypesTest, UnscalesFp16InFp32) {
+  for (const float scale : {1.0f, 0.3f}) ExpectUnscaledInFp32(GetParam(), scale);
 }
 
 TEST(HalfTest, NothingOfAMasterIsLost) {

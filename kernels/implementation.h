@@ -12,6 +12,7 @@
 
 #include "kernels/rules/rules.h"
 #include "kernels/split.h"
+#include "kernels/square_root.h"
 #include "kernels/sum.h"
 #include "kernels/update.h"
 
@@ -20,6 +21,11 @@ namespace offload::kernels {
 using UpdateFunction = void (*)(const Coefficients&, const Run&);
 using NormsFunction = void (*)(const Coefficients&, const Run&, Norms*);
 
+// Values are times `scale`, rounded to fp16, and then in fp32 times `unscale`.
+struct HalfScales {
+  float scale = 1, unscale = 1;
+};
+
 struct Implementation {
   UpdateFunction updates[kOptimizerCount];         // in the order of the table
   NormsFunction norms[kOptimizerCount];            // likewise; null where no norms are needed
@@ -27,8 +33,15 @@ struct Implementation {
   NormsFunction double_norms[kOptimizerCount];
   void (*split)(const uint32_t* master, size_t count, uint16_t* hi, int16_t* lo, TieWriter*);
   void (*merge)(const uint16_t* hi, const int16_t* lo, size_t count, uint32_t* master, TieReader*);
+  void (*merge_half)(const Half* weight, const uint32_t* residual, size_t count, float* master);
+  void (*split_half)(const float* master, size_t count, Half* weight, uint32_t* residual);
+  void (*unscale_halves)(const Half* values, size_t count, const HalfScales&, float* wide);
   bool (*all_finite)(Dtype, const void* values, size_t count);
   bool (*add_parts)(const SumRun&, size_t begin);  // elements [begin, count)
+  bool (*takes_roots_by)(RootSequence);            // else roots come from the table
+  // By a sequence that it takes roots by; those of subnormal numbers as of normal ones, or nearest.
+  void (*take_roots)(RootSequence, bool of_subnormals, const float* values, size_t count,
+                     float* roots);
 };
 
 extern const Implementation kReferenceImplementation;
@@ -42,6 +55,8 @@ void SplitReference(const uint32_t* master, size_t count, uint16_t* hi, int16_t*
                     TieWriter* ties);
 void MergeReference(const uint16_t* hi, const int16_t* lo, size_t count, uint32_t* master,
                     TieReader* ties);
+void UnscaleHalvesReference(const Half* values, size_t count, const HalfScales& scales,
+                            float* wide);
 bool AddPartsReference(const SumRun& run, size_t begin);
 
 }  // namespace offload::kernels

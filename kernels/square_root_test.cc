@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "kernels/implementation.h"
+#include "kernels/library_roots.h"
 
 namespace offload::kernels {
 namespace {
@@ -48,6 +50,7 @@ TEST(SquareRootsTest, FollowTheLibraryThatTheyMeasured) {
   const std::optional<SquareRoots> roots = SquareRoots::Measure(TakeRootsCarelessly);
   ASSERT_TRUE(roots.has_value());
   EXPECT_FALSE(roots->AreNearest());
+  EXPECT_EQ(roots->sequence(), RootSequence::kNone);
   for (uint32_t bits = 0; bits < 0x7F800000; bits += 4099) {
     const auto value = std::bit_cast<float>(bits);
     std::vector<float> expected = {value};
@@ -71,6 +74,72 @@ TEST(SquareRootsTest, FollowALibraryThatMakesSubnormalNumbersNormal) {
   const auto read = SquareRoots::FromBytes(roots->bytes());
   ASSERT_TRUE(read.has_value());
   EXPECT_EQ(*read, *roots);
+}
+
+// Every exponent, the subnormal numbers, what has no root or is its own, and a count that fills no
+// vector.
+std::vector<float> ManyValues() {
+  std::vector<float> values;
+  for (uint32_t bits = 0; bits < 0x7F800000; bits += bits < 0x00800000 ? 251 : 16411)
+    values.push_back(std::bit_cast<float>(bits));
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const float value : {0.0f, -0.0f, -1.0f, infinity, -infinity, std::nanf("")})
+    values.push_back(value);
+  values.resize(values.size() / 16 * 16 + 5, 3.0f);
+  return values;
+}
+
+TEST(SquareRootsTest, KnowTheSequenceOfALibrary) {
+  for (const RootSequence sequence : {RootSequence::kUnfused12, RootSequence::kFused14}) {
+    if (!HasRootsOf(sequence)) continue;
+    const auto roots =
+        SquareRoots::Measure([&](std::span<float> values) { TakeRootsBy(sequence, values); });
+    ASSERT_TRUE(roots.has_value());
+    EXPECT_FALSE(roots->AreNearest());
+    const std::vector<float> values = ManyValues();
+    std::vector<float> expected = values;
+    TakeRootsBy(sequence, expected);
+    int versions = 0;
+    for (const Isa isa : {Isa::kAvx2, Isa::kAvx512}) {
+      const Implementation& implementation = ImplementationOf(isa);
+      if (!IsSupported(isa) || !implementation.takes_roots_by(sequence)) continue;
+      ++versions;
+      std::vector<float> taken(values.size());
+      implementation.take_roots(sequence, /*of_subnormals=*/true, values.data(), values.size(),
+                                taken.data());
+      for (size_t i = 0; i < values.size(); ++i) {
+        if (std::isnan(expected[i])) {
+          ASSERT_TRUE(std::isnan(taken[i])) << values[i];
+          continue;
+        }
+        ASSERT_EQ(std::bit_cast<uint32_t>(taken[i]), std::bit_cast<uint32_t>(expected[i]))
+            << values[i] << " " << IsaName(isa);
+        ASSERT_EQ(Corrected(*roots, values[i]), expected[i]) << values[i];
+      }
+    }
+    EXPECT_EQ(roots->sequence(), versions > 0 ? sequence : RootSequence::kNone);
+    EXPECT_EQ(SquareRoots::FromBytes(roots->bytes())->sequence(), roots->sequence());
+  }
+}
+
+TEST(SquareRootsTest, SayNoSequenceWhereOneRootIsAnother) {
+  // The greatest mantissa of an odd exponent, whose root the sequence takes otherwise than here.
+  const float odd_one_out = std::bit_cast<float>(0x3FFFFFFFu);
+  const auto take_roots = [&](std::span<float> values) {
+    const std::vector<float> given(values.begin(), values.end());
+    TakeRootsBy(RootSequence::kUnfused12, values);
+    for (size_t i = 0; i < given.size(); ++i) {
+      const bool is_odd_one = (std::bit_cast<uint32_t>(given[i]) & 0x00FFFFFF) == 0x00FFFFFF;
+      const float nearest = std::sqrt(given[i]);
+      if (is_odd_one && given[i] > 0) values[i] = Moved(nearest, values[i] == nearest ? -1 : 0);
+    }
+  };
+  const std::optional<SquareRoots> roots = SquareRoots::Measure(take_roots);
+  ASSERT_TRUE(roots.has_value());
+  EXPECT_EQ(roots->sequence(), RootSequence::kNone);
+  std::vector<float> expected = {odd_one_out};
+  take_roots(expected);
+  EXPECT_EQ(Corrected(*roots, odd_one_out), expected[0]);
 }
 
 TEST(SquareRootsTest, LeaveWhatIsNotAPositiveNormalNumberAlone) {

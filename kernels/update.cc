@@ -41,20 +41,17 @@ void CheckRun(const OptimizerSpec& optimizer, const Run& run) {
 // before, as those of an fp32 model: the arithmetic is the same. Pieces end where vectors do, so
 // that the tail of the tensor is the last one's.
 template <class Function>
-void UpdateUnscaled(const Run& run, float unscale, const Function& update) {
+void UpdateUnscaled(const Implementation& implementation, const Run& run, float unscale,
+                    const Function& update) {
   constexpr size_t kPiece = 2048;
   alignas(64) float master[kPiece], gradient[kPiece];
-  const auto scale = static_cast<float>(run.gradient_scale);
+  const HalfScales scales{static_cast<float>(run.gradient_scale), unscale};
   for (size_t begin = 0; begin < run.count; begin += kPiece) {
     const size_t count = std::min(kPiece, run.count - begin);
     Half* const weight = static_cast<Half*>(run.weight) + begin;
     const Half* const narrow = static_cast<const Half*>(run.gradient) + begin;
-    MergeHalf(weight, run.half_residual + begin, count, master);
-    for (size_t i = 0; i < count; ++i) {
-      float wide = FromHalf(narrow[i]);
-      if (scale != 1) wide = FromHalf(ToHalf(wide * scale));
-      gradient[i] = wide * unscale;
-    }
+    implementation.merge_half(weight, run.half_residual + begin, count, master);
+    implementation.unscale_halves(narrow, count, scales, gradient);
     Run piece = run;
     piece.begin += begin;
     piece.count = count;
@@ -64,7 +61,7 @@ void UpdateUnscaled(const Run& run, float unscale, const Function& update) {
     piece.gradient = gradient;
     piece.gradient_scale = 1;
     update(piece);
-    SplitHalf(master, count, weight, run.half_residual + begin);
+    implementation.split_half(master, count, weight, run.half_residual + begin);
   }
 }
 
@@ -123,7 +120,8 @@ void Update(Isa isa, const OptimizerSpec& optimizer, int64_t step, const Run& ru
   const Coefficients coefficients = CoefficientsOf(optimizer, step, run.weight_dtype);
   const float unscale = UnscaleOf(optimizer, run.gradient_dtype);
   if (unscale == 1) return update(coefficients, run);
-  UpdateUnscaled(run, unscale, [&](const Run& piece) { update(coefficients, piece); });
+  UpdateUnscaled(implementation, run, unscale,
+                 [&](const Run& piece) { update(coefficients, piece); });
 }
 
 void Update(const OptimizerSpec& optimizer, int64_t step, const Run& run) {

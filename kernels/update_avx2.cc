@@ -35,6 +35,41 @@ struct Avx2 {
     const __m256i correction = _mm256_srai_epi32(_mm256_sllv_epi32(words, left), 30);
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(nearest), correction));
   }
+  static constexpr bool TakesRootsBy(RootSequence sequence) {
+    return sequence == RootSequence::kUnfused12;
+  }
+  // Of values in [1, 4).
+  [[gnu::always_inline]] static Float RootOfNormalized(Float value) {
+    const Float half = Broadcast(0.5f), estimate = _mm256_rsqrt_ps(value);
+    Float g = value * estimate, h = estimate * half;
+    const Float r = half - g * h;
+    g = g + g * r;
+    h = h + h * r;
+    return g + h * (value - g * g);
+  }
+  // With the exponent that makes it normalized set aside: the sequence says the mantissa.
+  [[gnu::always_inline]] static Float RootBy(RootSequence, bool of_subnormals, Float value) {
+    const int least = of_subnormals ? 1 : 0x00800000;
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i has_entry =
+        _mm256_and_si256(_mm256_cmpgt_epi32(bits, _mm256_set1_epi32(least - 1)),
+                         _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7F800000), bits));
+    const __m256i is_normal = _mm256_cmpgt_epi32(bits, _mm256_set1_epi32(0x007FFFFF));
+    const __m256i normal = _mm256_blendv_epi8(
+        _mm256_castps_si256(_mm256_mul_ps(value, _mm256_set1_ps(0x1p64f))), bits, is_normal);
+    const __m256i mantissa = _mm256_and_si256(normal, _mm256_set1_epi32(0x00FFFFFF));
+    const __m256i normalized = _mm256_add_epi32(
+        _mm256_xor_si256(mantissa, _mm256_set1_epi32(0x00800000)), _mm256_set1_epi32(0x3F800000));
+    const __m256i exponent = _mm256_srai_epi32(_mm256_sub_epi32(normal, normalized), 1);
+    const __m256i root = _mm256_add_epi32(
+        _mm256_castps_si256(RootOfNormalized(_mm256_castsi256_ps(normalized))), exponent);
+    const __m256i scaled =
+        _mm256_sub_epi32(root, _mm256_andnot_si256(is_normal, _mm256_set1_epi32(32 << 23)));
+    if (_mm256_movemask_epi8(has_entry) == -1) [[likely]]
+      return _mm256_castsi256_ps(scaled);
+    return _mm256_blendv_ps(Sqrt(value), _mm256_castsi256_ps(scaled),
+                            _mm256_castsi256_ps(has_entry));
+  }
   static Float Max(Float a, Float b) {
     const Float larger = _mm256_max_ps(a, b);  // b when either is NaN
     return _mm256_blendv_ps(larger, a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));

@@ -34,6 +34,49 @@ struct Avx512 {
     const __m512i correction = _mm512_srai_epi32(_mm512_sllv_epi32(words, left), 30);
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(nearest), correction));
   }
+  static constexpr bool TakesRootsBy(RootSequence sequence) {
+    return sequence == RootSequence::kUnfused12 || sequence == RootSequence::kFused14;
+  }
+  // Of values in [1, 4).
+  [[gnu::always_inline]] static Float RootOfNormalized(RootSequence sequence, Float value) {
+    const Float half = Broadcast(0.5f);
+    if (sequence == RootSequence::kFused14) {
+      const Float estimate = _mm512_rsqrt14_ps(value);
+      const Float g = value * estimate, h = estimate * half;
+      return Fma(h, _mm512_fnmadd_ps(g, g, value), g);
+    }
+    const __m256 low = _mm256_rsqrt_ps(_mm512_castps512_ps256(value));
+    const __m256 high = _mm256_rsqrt_ps(_mm512_extractf32x8_ps(value, 1));
+    const Float estimate = _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+    Float g = value * estimate, h = estimate * half;
+    const Float r = half - g * h;
+    g = g + g * r;
+    h = h + h * r;
+    return g + h * (value - g * g);
+  }
+  // With the exponent that makes it normalized set aside: the sequence says the mantissa.
+  [[gnu::always_inline]] static Float RootBy(RootSequence sequence, bool of_subnormals,
+                                             Float value) {
+    const int least = of_subnormals ? 1 : 0x00800000;
+    const __m512i bits = _mm512_castps_si512(value);
+    const __mmask16 has_entry = _mm512_cmplt_epu32_mask(
+        _mm512_sub_epi32(bits, _mm512_set1_epi32(least)), _mm512_set1_epi32(0x7F800000 - least));
+    const __mmask16 is_subnormal =
+        _mm512_mask_cmplt_epu32_mask(has_entry, bits, _mm512_set1_epi32(0x00800000));
+    const __m512i normal = _mm512_castps_si512(
+        _mm512_mask_mul_ps(value, is_subnormal, value, _mm512_set1_ps(0x1p64f)));
+    const __m512i mantissa = _mm512_and_si512(normal, _mm512_set1_epi32(0x00FFFFFF));
+    const __m512i normalized = _mm512_add_epi32(
+        _mm512_xor_si512(mantissa, _mm512_set1_epi32(0x00800000)), _mm512_set1_epi32(0x3F800000));
+    const __m512i exponent = _mm512_srai_epi32(_mm512_sub_epi32(normal, normalized), 1);
+    const __m512i root = _mm512_add_epi32(
+        _mm512_castps_si512(RootOfNormalized(sequence, _mm512_castsi512_ps(normalized))), exponent);
+    const __m512i scaled =
+        _mm512_mask_sub_epi32(root, is_subnormal, root, _mm512_set1_epi32(32 << 23));
+    if (has_entry == 0xFFFF) [[likely]]
+      return _mm512_castsi512_ps(scaled);
+    return _mm512_mask_mov_ps(Sqrt(value), has_entry, _mm512_castsi512_ps(scaled));
+  }
   static Float Max(Float a, Float b) {
     const Float larger = _mm512_max_ps(a, b);  // b when either is NaN
     return _mm512_mask_mov_ps(larger, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a);

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "kernels/square_root.h"
@@ -31,14 +32,17 @@ struct Planes {
   std::vector<uint8_t> ties, next_ties;
 };
 
-// With roots of a library: a sixth of them is off by one place.
-const uint32_t* LibraryRoots() {
-  static const std::vector<uint32_t> corrections(SquareRoots::kWords, 0x00010030);
+// With roots of a library: a sixth of them is off by one place. By the sequence where the
+// instruction set has it, else (and for kNone) from the table.
+const uint32_t* LibraryRoots(RootSequence sequence) {
+  static std::vector<uint32_t> corrections(SquareRoots::kWords, 0x00010030);
+  corrections[SquareRoots::kSequenceWord] = static_cast<uint32_t>(sequence);
   return corrections.data();
 }
 
 void UpdateAs(Dtype dtype, float gradient_scale, Planes* planes,
-              const OptimizerSpec& optimizer = OptimizerSpec()) {
+              const OptimizerSpec& optimizer = OptimizerSpec(),
+              RootSequence sequence = RootSequence::kNone) {
   TieReader reader{planes->ties.data()};
   TieWriter writer{planes->next_ties.data()};
   Run run;
@@ -46,13 +50,14 @@ void UpdateAs(Dtype dtype, float gradient_scale, Planes* planes,
   run.weight_dtype = run.gradient_dtype = dtype;
   run.weight = planes->plane(0);
   run.residual = reinterpret_cast<int16_t*>(planes->plane(0) + kCountPerThread / 2);
+  run.half_residual = reinterpret_cast<uint32_t*>(planes->plane(0) + kCountPerThread / 2);
   run.state[0] = planes->plane(1);
   run.state[1] = planes->plane(2);
   run.gradient = planes->plane(3);
   run.gradient_scale = gradient_scale;
   run.ties_in = &reader;
   run.ties_out = &writer;
-  if (optimizer.TakesLibraryRoots()) run.roots = LibraryRoots();
+  if (optimizer.TakesLibraryRoots()) run.roots = LibraryRoots(sequence);
   Update(optimizer, 10, run);
   std::fill_n(planes->next_ties.begin(), writer.position / 8 + 1, uint8_t{0});
   std::swap(planes->ties, planes->next_ties);
@@ -111,8 +116,20 @@ int main() {
            [](Planes* planes) { UpdateAs(Dtype::kBFloat16, 1, planes); });
     Report("AdamW bf16, clipped", thread_count, 26,
            [](Planes* planes) { UpdateAs(Dtype::kBFloat16, 0.5f, planes); });
+    Report("AdamW fp16", thread_count, 28,
+           [](Planes* planes) { UpdateAs(Dtype::kFloat16, 1, planes); });
+    const OptimizerSpec unscaled("adamw", {{"unscale", 0.5}});
+    Report("AdamW fp16, unscaled", thread_count, 28,
+           [&](Planes* planes) { UpdateAs(Dtype::kFloat16, 1, planes, unscaled); });
     const OptimizerSpec unfused("adamw", {{"flavour", 2}});
-    Report("AdamW bf16, library roots", thread_count, 26,
-           [&](Planes* planes) { UpdateAs(Dtype::kBFloat16, 1, planes, unfused); });
+    constexpr std::pair<const char*, RootSequence> kRoots[] = {
+        {"AdamW bf16, table of roots", RootSequence::kNone},
+        {"AdamW bf16, sequence of 12", RootSequence::kUnfused12},
+        {"AdamW bf16, sequence of 14", RootSequence::kFused14}};
+    for (const auto& [name, sequence] : kRoots) {
+      Report(name, thread_count, 26, [&, sequence = sequence](Planes* planes) {
+        UpdateAs(Dtype::kBFloat16, 1, planes, unfused, sequence);
+      });
+    }
   }
 }

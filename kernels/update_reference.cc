@@ -75,11 +75,25 @@ constexpr Implementation ReferenceImplementation(RuleList<Rule...>) {
           {NormsOf<Rule, double>()...},
           SplitReference,
           MergeReference,
+          MergeHalf,
+          SplitHalf,
+          UnscaleHalvesReference,
           AllFiniteReference,
-          AddPartsReference};
+          AddPartsReference,
+          [](RootSequence) { return false; },
+          nullptr};
 }
 
 }  // namespace
+
+void UnscaleHalvesReference(const Half* values, size_t count, const HalfScales& scales,
+                            float* wide) {
+  for (size_t i = 0; i < count; ++i) {
+    float value = FromHalf(values[i]);
+    if (scales.scale != 1) value = FromHalf(ToHalf(value * scales.scale));
+    wide[i] = value * scales.unscale;
+  }
+}
 
 constinit const Implementation kReferenceImplementation = ReferenceImplementation(Rules());
 

@@ -10,6 +10,7 @@
 //   V::Sqrt                        correctly rounded
 //   V::CorrectRoot(value, nearest, corrections)                       kernels/square_root.h; of
 //                                                                     float, like the last lines
+//   V::TakesRootsBy(sequence), V::RootBy(sequence, of_subnormals, value)   where it has sequences
 //   V::Max                         NaN where either is
 //   V::Sign                        1, -1, or 0 for zeros and NaN
 //   V::AnyNonFinite                of kWidth elements in memory
@@ -29,6 +30,7 @@
 #include <cstring>
 
 #include "kernels/device_code.h"
+#include "kernels/square_root.h"
 #include "kernels/update.h"
 
 namespace offload::kernels {
@@ -170,15 +172,32 @@ struct GradientLoader {
   }
 };
 
+template <class V>
+inline constexpr bool kHasRootSequences = requires {
+  V::TakesRootsBy(RootSequence::kNone);
+};
+
 // The roots that the run asks for.
 template <class V>
 struct RootTaker {
   const uint32_t* corrections;
+  RootSequence sequence = RootSequence::kNone;
+  bool of_subnormals = false;
 
-  OFFLOAD_DEVICE_CODE explicit RootTaker(const uint32_t* library) : corrections(library) {}
+  OFFLOAD_DEVICE_CODE explicit RootTaker(const uint32_t* library) : corrections(library) {
+    if constexpr (kHasRootSequences<V>) {
+      if (library == nullptr) return;
+      const auto taken = static_cast<RootSequence>(library[SquareRoots::kSequenceWord]);
+      if (V::TakesRootsBy(taken)) sequence = taken;
+      of_subnormals = library[SquareRoots::kSubnormalWord] != 0;
+    }
+  }
 
   [[gnu::always_inline]] OFFLOAD_DEVICE_CODE typename V::Float operator()(
       typename V::Float value) const {
+    if constexpr (kHasRootSequences<V>) {
+      if (sequence != RootSequence::kNone) return V::RootBy(sequence, of_subnormals, value);
+    }
     const typename V::Float nearest = V::Sqrt(value);
     if constexpr (sizeof(typename V::Scalar) == sizeof(double)) {
       return nearest;

@@ -82,6 +82,33 @@ void VectorMerge(const uint16_t* hi, const int16_t* lo, size_t count, uint32_t* 
   MergeReference(hi + i, lo + i, count - i, master + i, ties);
 }
 
+template <class V>
+void VectorMergeHalf(const Half* weight, const uint32_t* residual, size_t count, float* master) {
+  size_t i = 0;
+  for (; i + V::kWidth <= count; i += V::kWidth)
+    V::Store(master + i, V::MergeHalf(weight + i, residual + i));
+  MergeHalf(weight + i, residual + i, count - i, master + i);
+}
+
+template <class V>
+void VectorSplitHalf(const float* master, size_t count, Half* weight, uint32_t* residual) {
+  size_t i = 0;
+  for (; i + V::kWidth <= count; i += V::kWidth)
+    V::SplitHalf(V::Load(master + i), weight + i, residual + i);
+  SplitHalf(master + i, count - i, weight + i, residual + i);
+}
+
+template <class V>
+void VectorUnscaleHalves(const Half* values, size_t count, const HalfScales& scales, float* wide) {
+  Run run;
+  run.gradient_scale = scales.scale;
+  const GradientLoader<V> loader(run, /*maximize=*/false);
+  size_t i = 0;
+  for (; i + V::kWidth <= count; i += V::kWidth)
+    V::Store(wide + i, loader.Load(UnscaledHalves{values + i, scales.unscale}));
+  UnscaleHalvesReference(values + i, count - i, scales, wide + i);
+}
+
 template <class V, class T>
 bool AllFiniteOf(Dtype dtype, const T* values, size_t count) {
   constexpr size_t kUnrolled = 8;  // vectors between two branches
@@ -108,6 +135,19 @@ bool VectorAllFinite(Dtype dtype, const void* values, size_t count) {
   return AllFiniteOf<D>(dtype, static_cast<const double*>(values), count);
 }
 
+template <class V>
+void VectorTakeRoots(RootSequence sequence, bool of_subnormals, const float* values, size_t count,
+                     float* roots) {
+  size_t i = 0;
+  for (; i + V::kWidth <= count; i += V::kWidth)
+    V::Store(roots + i, V::RootBy(sequence, of_subnormals, V::Load(values + i)));
+  if (i == count) return;
+  float last[V::kWidth] = {};
+  std::memcpy(last, values + i, (count - i) * sizeof(float));
+  V::Store(last, V::RootBy(sequence, of_subnormals, V::Load(last)));
+  std::memcpy(roots + i, last, (count - i) * sizeof(float));
+}
+
 template <class V, class D, class... Rule>
 constexpr Implementation VectorImplementation(RuleList<Rule...>) {
   return {{VectorUpdate<V, Rule>...},
@@ -116,8 +156,13 @@ constexpr Implementation VectorImplementation(RuleList<Rule...>) {
           {VectorNormsOf<D, Rule>()...},
           VectorSplit<V>,
           VectorMerge<V>,
+          VectorMergeHalf<V>,
+          VectorSplitHalf<V>,
+          VectorUnscaleHalves<V>,
           VectorAllFinite<V, D>,
-          VectorAddParts<V, D>};
+          VectorAddParts<V, D>,
+          V::TakesRootsBy,
+          VectorTakeRoots<V>};
 }
 
 // Of the candidates (lanes whose lo is -32768), the lanes whose tie went down.

@@ -1,11 +1,11 @@
 // What offloading costs a step when everything is resident: a stack of perceptrons in memory and
 // offloaded with room for all of it, in turns.
 //
-//   bazel run -c opt //tests:resident_torch_benchmark -- POOL [ROUNDS [DURABILITY]]
+//   bazel run -c opt //tests:resident_torch_benchmark -- POOL [ROUNDS [DURABILITY [HIDDEN]]]
 //
-// Prints the medians of the two, and of their ratios, for hidden sizes 64, 512 and 2048; the
-// processor time of the trainer's process alone in brackets. The daemon's update runs beside it.
-// Losses have to be equal: exit status 1 when they are not. Needs OFFLOADD_BINARY.
+// Prints the medians of the two, and of their ratios, for hidden sizes 64, 512 and 2048, or the one
+// that is given; the processor time of the trainer's process alone in brackets. The daemon's update
+// runs beside it. Losses have to be equal: exit status 1 when they are not. Needs OFFLOADD_BINARY.
 
 #include <offload/torch.h>
 #include <sys/resource.h>
@@ -132,12 +132,14 @@ bool Compare(const std::string& pool, int hidden, int rounds, const std::string&
 
 int main(int argc, char** argv) {
   if (argc < 2) {
-    std::fprintf(stderr, "usage: %s POOL [ROUNDS [DURABILITY]]\n", argv[0]);
+    std::fprintf(stderr, "usage: %s POOL [ROUNDS [DURABILITY [HIDDEN]]]\n", argv[0]);
     return 2;
   }
   const int rounds = argc > 2 ? std::atoi(argv[2]) : 9;
   const std::string durability = argc > 3 ? argv[3] : "step";
   bool equal = true;
-  for (const int hidden : {64, 512, 2048}) equal &= Compare(argv[1], hidden, rounds, durability);
+  const std::vector<int> sizes =
+      argc > 4 ? std::vector<int>{std::atoi(argv[4])} : std::vector<int>{64, 512, 2048};
+  for (const int hidden : sizes) equal &= Compare(argv[1], hidden, rounds, durability);
   return equal ? 0 : 1;
 }

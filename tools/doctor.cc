@@ -237,7 +237,7 @@ Check CopyCheck(size_t device) {
   if (!rates.ok()) {
     check.grade = Grade::kWarn;
     check.detail = std::string(rates.status().message());
-    check.fix = "docs/gpu.md";
+    check.fix = "docs/gpu_reference.md#build";
     return check;
   }
   check.figures = {{"to_device_gbps", rates->to_device * 1e-9},
