@@ -10,7 +10,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import anew, followers, in_memory, jobs, pickled, served
+from . import anew, followers, in_memory, jobs, pickled, safetensors_files, served
 from .attachable import without_prepare, without_wrapper
 from .beginning import Beginning, has_begun
 from .errors import Error
@@ -73,6 +73,15 @@ def _of_lightning(model):
     return loaded if "state_dict" in loaded and loaded.get("optimizer_states") else {}
 
 
+def _tell_where_it_begins(model, handle):
+    """Lightning, which has no checkpoint, in a job that has steps."""
+    trainer = getattr(model, "_trainer", None)
+    if handle.step > 0 and getattr(trainer, "global_step", None) == 0 and hasattr(trainer, "_checkpoint_connector"):
+        _log.warning("offloadd: job %s is at step %d, and Lightning begins at its first one, with no checkpoint: it takes all of its steps once more, on what "
+                     "the job has. To go on where the run before was, give fit() the last checkpoint, ckpt_path=…; to begin anew name another job, or remove "
+                     "this one, offloadctl rm %s %s --yes", handle.job, handle.step, handle.nvme_path, handle.job)
+
+
 def _is_in(model_value, value):
     return value.shape == model_value.shape and torch.equal(value.to(model_value.device, model_value.dtype), model_value)
 
@@ -94,6 +103,8 @@ def _load_again(model, handle, brought):
     """Lightning loads a checkpoint's weights before it asks for optimizers. A job that exists has its own, which attach() has put in their place:
     with the checkpoint's moments, of another step, they are loaded again. Of this step what the checkpoint has otherwise: it was written after the
     step."""
+    if brought is None:
+        _tell_where_it_begins(model, handle)
     if handle.step == 0 or brought is None:
         return
     marks = [state.get("offloadd") or {} for state in _of_lightning(model).get("optimizer_states", [])]
@@ -280,7 +291,7 @@ class init:
         jobs.constructed = self
         self._constructs_in = threading.get_ident()
         served.install()
-        served.install_serializers()
+        safetensors_files.install()
         return self
 
     def __exit__(self, failure, *_):

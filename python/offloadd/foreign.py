@@ -9,7 +9,7 @@ import torch
 from . import process_state
 from .errors import Error
 from .library import Engine, bytes_of, tensor_of
-from .optimizer import after_steps, has_stepped, refuse_unless_kept
+from .optimizer import after_steps, has_stepped, have_hooks, refuse_unless_kept
 from .recipes import parameters_of, refuse
 
 _log = logging.getLogger("offloadd")
@@ -64,10 +64,10 @@ class ForeignPart:
 
     def take(self, engine, parameters):
         """What the job has of it; nothing, before its first step there."""
-        described = bytes_of(engine.foreign(self.number)[2])
+        described, is_given_back = bytes_of(engine.foreign(self.number)[2]), vars(self.optimizer).pop("_offload_is_given_back", False)
         if not described:
             return
-        if has_stepped(self.optimizer):
+        if has_stepped(self.optimizer) and not is_given_back:
             _log.warning("offloadd: job %s is at step %d and has what %s keeps, that of the optimizer is dropped", self.handle.job, engine.step_count(),
                          self.name)
         try:
@@ -112,6 +112,7 @@ class ForeignPart:
 
     def swap(self):
         self.optimizer._offload_part = self
+        have_hooks(self.optimizer)
         self._hooks = [self.optimizer.register_step_pre_hook(self._begin), after_steps(self.optimizer, self._end)]
 
     def release(self):

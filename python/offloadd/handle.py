@@ -11,7 +11,7 @@ import weakref
 
 import torch
 
-from . import beneath, followers, in_memory, jobs, lightning_teardown, pickled, served, universal
+from . import beneath, followers, in_memory, jobs, lightning_teardown, pickled, safetensors_files, served, universal
 from .attachable import check_model, refuse_wrappers, to_unfreeze
 from .eager import run_as_before, run_eagerly
 from .errors import Error
@@ -142,7 +142,7 @@ class Handle(Grows, jobs.OfProcess):
         with beneath.apart(named):
             self._attach_named(models, named, recipes, unfreeze, beside)
         served.install()
-        served.install_serializers()
+        safetensors_files.install()
         lightning_teardown.serve()
         run_eagerly()
         for part in self._parts:

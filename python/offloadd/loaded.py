@@ -91,6 +91,7 @@ class _Foreign:
         except process_state.NotKept:
             self._described = None  # nor does the job have it, and attach() says so
         self._storages = [storage.clone() for storage in describer.storages]
+        optimizer._offload_is_given_back = True  # attach() says nothing of what it drops
 
     def is_there(self):
         return _are_equal(self._optimizer.state_dict(), self._state)

@@ -152,12 +152,26 @@ def swap_class(optimizer, cls):
     forget_former_steps(optimizer)
     optimizer._former_steps = optimizer.register_step_pre_hook(_take_former_step)
     if wrapped is not None:
+        _wrap_again(optimizer, cls)
 
-        @functools.wraps(cls.step)
-        def again(*args, **kwargs):
-            return cls.step(optimizer, *args, **kwargs)
 
-        put_step(optimizer, again)
+def _wrap_again(optimizer, cls):
+    @functools.wraps(cls.step)
+    def again(*args, **kwargs):
+        optimizer._opt_called = True  # as torch's schedulers have it
+        return cls.step(optimizer, *args, **kwargs)
+
+    put_step(optimizer, again)
+
+
+def have_hooks(optimizer):
+    """torch calls hooks of step() where the constructor of its class has been run, or zero_grad(): of some wrappers it is not (Lookahead of timm)."""
+    if getattr(type(optimizer).step, "hooked", False):
+        return
+    wrapped = optimizer.__dict__.pop("step", None)  # a scheduler's, made before: it would call the step without hooks
+    optimizer._patch_step_function()
+    if wrapped is not None:
+        _wrap_again(optimizer, type(optimizer))
 
 
 def forget_former_steps(optimizer):

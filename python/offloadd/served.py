@@ -14,6 +14,7 @@ import itertools
 import logging
 import multiprocessing.reduction
 import sys
+import threading
 import types
 import weakref
 
@@ -254,10 +255,47 @@ def _over_a_copy(tensor, copies, clone=torch.clone):
     return made.requires_grad_(tensor.requires_grad)
 
 
+_saves = threading.local()  # .tensors: those of whose storages torch.save() is told now, by these
+
+
 def _pickled(original):
     @functools.wraps(original)
     def call(self, protocol):
-        return original(_over_a_copy(self, _copied, _in_memory) if managed(self) else self, protocol)
+        if not managed(self):
+            return original(self, protocol)
+        tensors = getattr(_saves, "tensors", None)
+        if tensors is None or self.device.type != "cpu":
+            return original(_over_a_copy(self, _copied, _in_memory), protocol)
+        tensors[storage_of(self)] = self.detach()
+        return original(self, protocol)
+
+    return call
+
+
+class _Records:
+    """The file that torch.save() writes one storage after the other into; of those that are offloaded, a copy meanwhile."""
+
+    def __init__(self, file, tensors):
+        self._file, self._tensors = file, tensors
+
+    def write_record(self, name, data, *size):
+        tensor = self._tensors.get(data._cdata) if isinstance(data, torch.UntypedStorage) else None
+        return self._file.write_record(name, data if tensor is None else _over_a_copy(tensor, {}, _in_memory).untyped_storage(), *size)
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+def _one_after_the_other(original):
+    """What torch.save() writes: what it pickles are storages, whose bytes come when all are known."""
+
+    @functools.wraps(original)
+    def call(obj, zip_file, *args, **kwargs):
+        outer, _saves.tensors = getattr(_saves, "tensors", None), {}
+        try:
+            return original(obj, _Records(zip_file, _saves.tensors), *args, **kwargs)
+        finally:
+            _saves.tensors = outer
 
     return call
 
@@ -595,6 +633,7 @@ def install():
     wrap(torch.utils, "swap_tensors", _refuse_to_swap)
     wrap(torch.nn.RNNBase, "flatten_parameters", _unless_managed)
     wrap(torch, "load", _into_memory)
+    wrap(torch.serialization, "_save", _one_after_the_other)
     reducers = multiprocessing.reduction.ForkingPickler._extra_reducers  # torch's
     for kind in (torch.Tensor, torch.nn.Parameter):
         if kind in reducers:
@@ -654,17 +693,3 @@ def _set_from_vector(original):
         followers.follow_vector(vec, parameters)
 
     return call
-
-
-_serializers = set()
-
-
-def install_serializers():
-    """safetensors, when it is there; looked for at every attach(), since it may be imported late."""
-    try:
-        import safetensors.torch as module
-    except ImportError:
-        return
-    if "safetensors" not in _serializers:
-        _serializers.add("safetensors")
-        wrap(module, "_to_ndarray", _of_a_copy)  # it follows the pointer there

@@ -90,7 +90,8 @@ retype(("fp32", "bf16"), {
     "adamw_fused", "adamw_default", "adagrad_default", "rmsprop_options", "sgd_nesterov", "groups_with_options", "closure", "accumulation",
     "gathered_where_storages_were_given", "gradients_after_the_step", "gradients_given_other_storages", "tied", "checkpointing", "frozen", "evaluation_between",
     "weights_given_other_storages", "initialised_after_attach", "state_dict_loaded_after_attach", "functional_call", "closed_and_attached_again",
-    "optimizers_of_three_kinds", "in_a_mode_that_sees_operators", "repr_of_a_parameter", "tolist", "deepcopy_model", "state_dict_cloned", "new_tensor", "new",
+    "optimizers_of_three_kinds", "saved_by_safetensors", "in_a_mode_that_sees_operators", "repr_of_a_parameter", "tolist",
+    "deepcopy_model", "state_dict_cloned", "new_tensor", "new",
 })
 
 

@@ -60,6 +60,41 @@ class OwnStep(AdamW):
 goes_on(lambda p: OwnStep(p, 1e-3), **FP32)("options_that_its_steps_change")
 
 
+def around(optimizer):
+    """Of a class of its own, as in a new process: the first zero_grad() of a class has torch call hooks of its steps."""
+
+    class Around(torch.optim.Optimizer):
+        """Holds another one, and does without the constructor of its class."""
+
+        def __init__(self):
+            self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = collections.OrderedDict(), collections.OrderedDict()
+            self.its, self.defaults, self.param_groups, self.state = optimizer, {}, optimizer.param_groups, collections.defaultdict(dict)
+            for group in self.param_groups:
+                group["steps"] = 0
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.its.step(closure)
+            for group in self.param_groups:
+                group["steps"] += 1
+                for p in group["params"] if group["steps"] % 2 == 0 else ():
+                    p.lerp_(self.its.state[p].setdefault("slow", p.detach().clone()), 0.5)
+
+    return Around()
+
+
+_schedulers = []
+
+
+def scheduled(optimizer):
+    _schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+    return optimizer
+
+
+goes_on(lambda p: around(AdamW(p, 1e-3)), **FP32)("around_another_without_a_constructor")
+goes_on(lambda p: scheduled(around(AdamW(p, 1e-3))), **FP32)("around_another_with_a_scheduler")
+
+
 class Switched(torch.optim.Optimizer):
     """Free of schedules: train() and eval() move the weights, where they have not done so before."""
 

@@ -146,6 +146,106 @@ def saved_by_safetensors(run):
     return load_file(file), run.train(model, optimizer)
 
 
+class Mixed(torch.nn.Module):
+    """Parameters of several types, one without elements, and buffers of most that safetensors knows."""
+
+    def __init__(self):
+        super().__init__()
+        for type_name, shape in (("float32", (300, 70)), ("float64", (33,)), ("bfloat16", (64, 65)), ("float32", ())):
+            self.register_parameter(f"{type_name}_of_{len(shape)}", torch.nn.Parameter(torch.randn(shape, dtype=getattr(torch, type_name))))
+        self.frozen = torch.nn.Parameter(torch.randn(7, 3).half(), requires_grad=False)
+        self.none = torch.nn.Parameter(torch.zeros(0, 3))
+        for name in ("int8", "uint8", "int16", "int32", "int64", "uint16", "float8_e4m3fn", "float8_e5m2", "float16"):
+            self.register_buffer(name, torch.arange(24, dtype=torch.uint8).view(getattr(torch, name)))
+        self.bool, self.complex = (torch.nn.Buffer(torch.ones(3, dtype=each)) for each in (torch.bool, torch.complex64))
+
+    def forward(self):
+        return sum(p.float().square().sum() for p in self.parameters())
+
+
+def error_of(function):
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+@case(**FP32)
+def files_of_safetensors_are_those_of_plain_torch(run):
+    """Byte by byte, whatever is in them beside what is offloaded, and so are the errors; what was there stays when one cannot be written."""
+    import safetensors.torch
+
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], 1e-2, fused=True)
+    run.attach(model, optimizer)
+    run.steps(optimizer, lambda step: model(), steps=2)
+    state = {**model.state_dict(), 'é "q\\ \n\x01\x7f\u2028': torch.ones(3), "gradient": torch.zeros(2, 3).t().contiguous()}
+    weight, told = model.float32_of_2, []
+    path = os.path.join(run.folder, "a.safetensors")
+    for metadata in (None, {}, {"format": "pt"}, {'é"\n': "\x02"}):
+        safetensors.torch.save_file(state, path, metadata=metadata)
+        with open(path, "rb") as file:
+            told += [file.read(), safetensors.torch.save(state, metadata)]
+    for wrong in ({"t": weight.t()}, {"one": weight, "other": weight}, {"one": weight, "c": torch.ones(2, dtype=torch.complex128)},
+                  {"one": weight, "s": torch.eye(3).to_sparse()}, {"one": weight, 1: weight}, {"one": weight, "n": 3}, {"one": weight, "\ud800": weight[:0]}):
+        told += [error_of(lambda: safetensors.torch.save_file(wrong, path)), error_of(lambda: safetensors.torch.save(wrong))]
+    for arguments in ((path + "/a",), (run.folder,), (b"a",), (path, {"a": 1})):
+        kind, text = error_of(lambda: safetensors.torch.save_file({"one": weight}, *arguments))
+        told.append((kind, text.replace(run.folder, "").split(".tmp")[0]))
+    kept = os.path.getsize(path)
+    if run.offloaded:
+        with unittest.mock.patch("os.rename", side_effect=OSError(28, "No space left on device")):
+            assert "No space left on device (os error 28)" in error_of(lambda: safetensors.torch.save_file({"one": weight}, path))[1]
+    return told, kept == os.path.getsize(path), [name for name in os.listdir(run.folder) if "tmp" in name]
+
+
+def allocated_bytes(function):
+    """The most that torch has allocated meanwhile, and not freed."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        function()
+    now = most = 0
+    for event in sorted((each for each in profile.kineto_results.events() if each.name() == "[memory]"), key=lambda each: each.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@case
+def saved_one_weight_after_the_other(run):
+    """No more than one copy at a time, and of a large weight one of a part."""
+    import safetensors.torch
+
+    model = run.make(lambda: torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(16)], torch.nn.Linear(1, 12 << 20, bias=False)))
+    optimizer = SGD(model.parameters(), 1e-3)
+    run.attach(model, optimizer)
+    path, state = os.path.join(run.folder, "file"), model.state_dict()
+    largest = model[-1].weight.nbytes
+    for function, most in ((lambda: safetensors.torch.save_file(state, path), largest / 1.4),
+                           (lambda: safetensors.torch.save(state), largest / 1.4),
+                           (lambda: torch.save(state, path), largest + (2 << 20))):
+        allocated = allocated_bytes(function)
+        assert not run.offloaded or 0 < allocated < most, (allocated, most)
+    return torch.load(path), os.path.getsize(path)
+
+
+@case(**FP32)
+def files_of_torch_save_are_those_of_plain_torch(run):
+    """Byte by byte: tied weights, views, gradients, a tensor in two places; also in a file within another."""
+    model, _ = started(run, tied=True)
+    run.loss(model, 5).backward()
+    weight, file, inner = model.head.weight, io.BytesIO(), io.BytesIO()
+
+    class Within:
+        def __reduce__(self):
+            torch.save({"its": weight[1:3]}, inner)
+            return str, (inner.getvalue().hex(),)
+
+    torch.save({"state": model.state_dict(), "parts": [weight[2:4], weight.t(), weight], "gradient": weight.grad, "within": Within(),
+                "after": model.norm.weight.detach()}, file)
+    return file.getvalue(), inner.getvalue()
+
+
 @case(**FP32)
 def saved_tied_by_safetensors(run):
     from safetensors.torch import load_model, save_model

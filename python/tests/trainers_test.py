@@ -18,7 +18,7 @@ import unittest
 import torch
 
 import offloadd
-from battery import case, leave_out, main
+from battery import Lines, case, leave_out, main
 from programs import Programs
 
 try:
@@ -985,6 +985,23 @@ def lightning_resumes_a_checkpoint_that_was_written_before_the_next_step(run):
 
 
 @case(types=("fp32",), memory=("floor",))
+def lightning_that_begins_anew_in_a_job_with_steps_says_so(run):
+    """A run that was killed before its first checkpoint."""
+    fit = _fits(run, "anew")
+    with Lines() as lines:
+        told = fit(3)
+        assert not any("Lightning begins" in line for line in lines), lines
+        run.handles.pop().close()
+        run.models.clear()
+        if run.offloaded:
+            fit(2)
+            assert sum("job anew is at step 3, and Lightning begins at its first one" in line for line in lines) == 1, lines
+            assert run.handles.pop().step == 5
+            run.models.clear()
+        return told
+
+
+@case(types=("fp32",), memory=("floor",))
 def lightning_resumes_a_checkpoint_with_what_was_written_after_its_step(run):
     """The job, which is at that step, does not have it."""
     import lightning
@@ -1209,7 +1226,8 @@ def untouched_script_that_goes_on_at_its_own_checkpoint(kind, kills):
         for kill_at in kills if run.offloaded else ():
             assert start(run, ITS_OWN_CHECKPOINT, os.path.join(run.folder, "kept.pt"), str(kill_at), kind, launcher=launcher).wait() == -signal.SIGKILL
             time.sleep(0.3)  # its daemon drains
-        text = start(run, ITS_OWN_CHECKPOINT, os.path.join(run.folder, "kept.pt"), "-1", kind, launcher=launcher).communicate()[0]
+        text, errors = start(run, ITS_OWN_CHECKPOINT, os.path.join(run.folder, "kept.pt"), "-1", kind, launcher=launcher).communicate()
+        assert "is dropped" not in errors, errors  # it is what the job goes on with
         return json.loads(text.splitlines()[-1])
 
     function.__name__ = f"untouched_script_that_goes_on_at_its_own_checkpoint_{kind}"
