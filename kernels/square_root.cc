@@ -63,9 +63,8 @@ std::optional<SquareRoots> SquareRoots::Measure(
     taken = values;
     take_roots(taken);
     for (uint32_t i = 0; i < kBatch; i += kPerWord) {
-      const std::optional<uint32_t> word =
-          WordOf(std::span(values).subspan(i).first<kPerWord>(),
-                 std::span(taken).subspan(i).first<kPerWord>());
+      const std::optional<uint32_t> word = WordOf(std::span(values).subspan(i).first<kPerWord>(),
+                                                  std::span(taken).subspan(i).first<kPerWord>());
       if (!word.has_value()) return std::nullopt;
       roots.corrections_[(begin + i) / kPerWord] = *word;
     }
