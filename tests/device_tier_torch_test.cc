@@ -688,6 +688,8 @@ int TrainInChild(const std::string& fault, const std::string& child) {
   const pid_t pid = fork();
   if (pid == 0) {
     setenv("OFFLOADD_TIER_CHILD", child.c_str(), 1);
+    // Of the test that it is a part of.
+    for (const char* shard : {"GTEST_TOTAL_SHARDS", "GTEST_SHARD_INDEX"}) unsetenv(shard);
     if (!fault.empty()) setenv("OFFLOADD_FAULT_POINT", fault.c_str(), 1);
     execl("/proc/self/exe", "device_tier_torch_test", "--gtest_filter=DeviceTierChild.*",
           static_cast<char*>(nullptr));
