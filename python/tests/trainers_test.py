@@ -996,7 +996,8 @@ def lightning_that_begins_anew_in_a_job_with_steps_says_so(run):
         if run.offloaded:
             fit(2)
             assert sum("job anew is at step 3, and Lightning begins at its first one" in line for line in lines) == 1, lines
-            assert run.handles.pop().step == 5
+            assert run.handles[0].step == 5
+            run.handles.pop().close()
             run.models.clear()
         return told
 
