@@ -200,7 +200,9 @@ class BusyOwner final : public RawOwner {
  public:
   explicit BusyOwner(std::byte* range) : range_(range) {}
   void ServeRaw(bool) override {
-    if (++times_ % 3 == 0) ASSERT_EQ(::mprotect(range_, kBytes, PROT_READ | PROT_WRITE), 0);
+    if (++times_ % 3 == 0) {
+      ASSERT_EQ(::mprotect(range_, kBytes, PROT_READ | PROT_WRITE), 0);
+    }
   }
   void TakeAway() { ASSERT_EQ(::mprotect(range_, kBytes, PROT_NONE), 0); }
   int times() const { return times_; }
