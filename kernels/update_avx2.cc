@@ -17,20 +17,31 @@ struct Avx2 {
   static Float Broadcast(float value) { return _mm256_set1_ps(value); }
   static Float Fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
   static Float Sqrt(Float value) { return _mm256_sqrt_ps(value); }
-  static Float CorrectRoot(Float value, Float nearest, const uint32_t* corrections) {
-    const int least = corrections[SquareRoots::kSubnormalWord] != 0 ? 1 : 0x00800000;
+  // Where the values stand in a table of roots (square_root.h).
+  struct Entries {
+    __m256i exist, are_normal;  // lanes of ones
+    __m256i normal;             // the bits of the values, of subnormal ones times 2^64
+    __m256i numbers;            // mantissa and parity of the exponent
+  };
+  [[gnu::always_inline]] static Entries EntriesOf(Float value, bool of_subnormals) {
+    const int least = of_subnormals ? 1 : 0x00800000;
     const __m256i bits = _mm256_castps_si256(value);
-    const __m256i has_entry =
-        _mm256_and_si256(_mm256_cmpgt_epi32(bits, _mm256_set1_epi32(least - 1)),
-                         _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7F800000), bits));
-    const __m256i is_normal = _mm256_cmpgt_epi32(bits, _mm256_set1_epi32(0x007FFFFF));
-    const __m256i normal = _mm256_blendv_epi8(
-        _mm256_castps_si256(_mm256_mul_ps(value, _mm256_set1_ps(0x1p64f))), bits, is_normal);
-    const __m256i entry = _mm256_and_si256(normal, _mm256_set1_epi32(0x00FFFFFF));
-    const __m256i words = _mm256_mask_i32gather_epi32(_mm256_setzero_si256(),
-                                                      reinterpret_cast<const int*>(corrections),
-                                                      _mm256_srli_epi32(entry, 4), has_entry, 4);
-    const __m256i place = _mm256_and_si256(entry, _mm256_set1_epi32(15));
+    Entries entries;
+    entries.exist = _mm256_and_si256(_mm256_cmpgt_epi32(bits, _mm256_set1_epi32(least - 1)),
+                                     _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7F800000), bits));
+    entries.are_normal = _mm256_cmpgt_epi32(bits, _mm256_set1_epi32(0x007FFFFF));
+    entries.normal =
+        _mm256_blendv_epi8(_mm256_castps_si256(_mm256_mul_ps(value, _mm256_set1_ps(0x1p64f))), bits,
+                           entries.are_normal);
+    entries.numbers = _mm256_and_si256(entries.normal, _mm256_set1_epi32(0x00FFFFFF));
+    return entries;
+  }
+  static Float CorrectRoot(Float value, Float nearest, const uint32_t* corrections) {
+    const Entries entries = EntriesOf(value, corrections[SquareRoots::kSubnormalWord] != 0);
+    const __m256i words = _mm256_mask_i32gather_epi32(
+        _mm256_setzero_si256(), reinterpret_cast<const int*>(corrections),
+        _mm256_srli_epi32(entries.numbers, 4), entries.exist, 4);
+    const __m256i place = _mm256_and_si256(entries.numbers, _mm256_set1_epi32(15));
     const __m256i left = _mm256_sub_epi32(_mm256_set1_epi32(30), _mm256_add_epi32(place, place));
     const __m256i correction = _mm256_srai_epi32(_mm256_sllv_epi32(words, left), 30);
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(nearest), correction));
@@ -49,26 +60,19 @@ struct Avx2 {
   }
   // With the exponent that makes it normalized set aside: the sequence says the mantissa.
   [[gnu::always_inline]] static Float RootBy(RootSequence, bool of_subnormals, Float value) {
-    const int least = of_subnormals ? 1 : 0x00800000;
-    const __m256i bits = _mm256_castps_si256(value);
-    const __m256i has_entry =
-        _mm256_and_si256(_mm256_cmpgt_epi32(bits, _mm256_set1_epi32(least - 1)),
-                         _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7F800000), bits));
-    const __m256i is_normal = _mm256_cmpgt_epi32(bits, _mm256_set1_epi32(0x007FFFFF));
-    const __m256i normal = _mm256_blendv_epi8(
-        _mm256_castps_si256(_mm256_mul_ps(value, _mm256_set1_ps(0x1p64f))), bits, is_normal);
-    const __m256i mantissa = _mm256_and_si256(normal, _mm256_set1_epi32(0x00FFFFFF));
-    const __m256i normalized = _mm256_add_epi32(
-        _mm256_xor_si256(mantissa, _mm256_set1_epi32(0x00800000)), _mm256_set1_epi32(0x3F800000));
-    const __m256i exponent = _mm256_srai_epi32(_mm256_sub_epi32(normal, normalized), 1);
+    const Entries entries = EntriesOf(value, of_subnormals);
+    const __m256i normalized =
+        _mm256_add_epi32(_mm256_xor_si256(entries.numbers, _mm256_set1_epi32(0x00800000)),
+                         _mm256_set1_epi32(0x3F800000));
+    const __m256i exponent = _mm256_srai_epi32(_mm256_sub_epi32(entries.normal, normalized), 1);
     const __m256i root = _mm256_add_epi32(
         _mm256_castps_si256(RootOfNormalized(_mm256_castsi256_ps(normalized))), exponent);
-    const __m256i scaled =
-        _mm256_sub_epi32(root, _mm256_andnot_si256(is_normal, _mm256_set1_epi32(32 << 23)));
-    if (_mm256_movemask_epi8(has_entry) == -1) [[likely]]
+    const __m256i scaled = _mm256_sub_epi32(
+        root, _mm256_andnot_si256(entries.are_normal, _mm256_set1_epi32(32 << 23)));
+    if (_mm256_movemask_epi8(entries.exist) == -1) [[likely]]
       return _mm256_castsi256_ps(scaled);
     return _mm256_blendv_ps(Sqrt(value), _mm256_castsi256_ps(scaled),
-                            _mm256_castsi256_ps(has_entry));
+                            _mm256_castsi256_ps(entries.exist));
   }
   static Float Max(Float a, Float b) {
     const Float larger = _mm256_max_ps(a, b);  // b when either is NaN

@@ -17,19 +17,31 @@ struct Avx512 {
   static Float Broadcast(float value) { return _mm512_set1_ps(value); }
   static Float Fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   static Float Sqrt(Float value) { return _mm512_sqrt_ps(value); }
-  static Float CorrectRoot(Float value, Float nearest, const uint32_t* corrections) {
-    const int least = corrections[SquareRoots::kSubnormalWord] != 0 ? 1 : 0x00800000;
+  // Where the values stand in a table of roots (square_root.h).
+  struct Entries {
+    __mmask16 exist, are_subnormal;
+    __m512i normal;   // the bits of the values, of subnormal ones times 2^64
+    __m512i numbers;  // mantissa and parity of the exponent
+  };
+  [[gnu::always_inline]] static Entries EntriesOf(Float value, bool of_subnormals) {
+    const int least = of_subnormals ? 1 : 0x00800000;
     const __m512i bits = _mm512_castps_si512(value);
-    const __mmask16 has_entry = _mm512_cmplt_epu32_mask(
-        _mm512_sub_epi32(bits, _mm512_set1_epi32(least)), _mm512_set1_epi32(0x7F800000 - least));
-    const __mmask16 is_subnormal =
-        _mm512_mask_cmplt_epu32_mask(has_entry, bits, _mm512_set1_epi32(0x00800000));
-    const __m512i normal = _mm512_castps_si512(
-        _mm512_mask_mul_ps(value, is_subnormal, value, _mm512_set1_ps(0x1p64f)));
-    const __m512i entry = _mm512_and_si512(normal, _mm512_set1_epi32(0x00FFFFFF));
-    const __m512i words = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), has_entry,
-                                                      _mm512_srli_epi32(entry, 4), corrections, 4);
-    const __m512i place = _mm512_and_si512(entry, _mm512_set1_epi32(15));
+    Entries entries;
+    entries.exist = _mm512_cmplt_epu32_mask(_mm512_sub_epi32(bits, _mm512_set1_epi32(least)),
+                                            _mm512_set1_epi32(0x7F800000 - least));
+    entries.are_subnormal =
+        _mm512_mask_cmplt_epu32_mask(entries.exist, bits, _mm512_set1_epi32(0x00800000));
+    entries.normal = _mm512_castps_si512(
+        _mm512_mask_mul_ps(value, entries.are_subnormal, value, _mm512_set1_ps(0x1p64f)));
+    entries.numbers = _mm512_and_si512(entries.normal, _mm512_set1_epi32(0x00FFFFFF));
+    return entries;
+  }
+  static Float CorrectRoot(Float value, Float nearest, const uint32_t* corrections) {
+    const Entries entries = EntriesOf(value, corrections[SquareRoots::kSubnormalWord] != 0);
+    const __m512i words =
+        _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), entries.exist,
+                                    _mm512_srli_epi32(entries.numbers, 4), corrections, 4);
+    const __m512i place = _mm512_and_si512(entries.numbers, _mm512_set1_epi32(15));
     const __m512i left = _mm512_sub_epi32(_mm512_set1_epi32(30), _mm512_add_epi32(place, place));
     const __m512i correction = _mm512_srai_epi32(_mm512_sllv_epi32(words, left), 30);
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(nearest), correction));
@@ -57,25 +69,18 @@ struct Avx512 {
   // With the exponent that makes it normalized set aside: the sequence says the mantissa.
   [[gnu::always_inline]] static Float RootBy(RootSequence sequence, bool of_subnormals,
                                              Float value) {
-    const int least = of_subnormals ? 1 : 0x00800000;
-    const __m512i bits = _mm512_castps_si512(value);
-    const __mmask16 has_entry = _mm512_cmplt_epu32_mask(
-        _mm512_sub_epi32(bits, _mm512_set1_epi32(least)), _mm512_set1_epi32(0x7F800000 - least));
-    const __mmask16 is_subnormal =
-        _mm512_mask_cmplt_epu32_mask(has_entry, bits, _mm512_set1_epi32(0x00800000));
-    const __m512i normal = _mm512_castps_si512(
-        _mm512_mask_mul_ps(value, is_subnormal, value, _mm512_set1_ps(0x1p64f)));
-    const __m512i mantissa = _mm512_and_si512(normal, _mm512_set1_epi32(0x00FFFFFF));
-    const __m512i normalized = _mm512_add_epi32(
-        _mm512_xor_si512(mantissa, _mm512_set1_epi32(0x00800000)), _mm512_set1_epi32(0x3F800000));
-    const __m512i exponent = _mm512_srai_epi32(_mm512_sub_epi32(normal, normalized), 1);
+    const Entries entries = EntriesOf(value, of_subnormals);
+    const __m512i normalized =
+        _mm512_add_epi32(_mm512_xor_si512(entries.numbers, _mm512_set1_epi32(0x00800000)),
+                         _mm512_set1_epi32(0x3F800000));
+    const __m512i exponent = _mm512_srai_epi32(_mm512_sub_epi32(entries.normal, normalized), 1);
     const __m512i root = _mm512_add_epi32(
         _mm512_castps_si512(RootOfNormalized(sequence, _mm512_castsi512_ps(normalized))), exponent);
     const __m512i scaled =
-        _mm512_mask_sub_epi32(root, is_subnormal, root, _mm512_set1_epi32(32 << 23));
-    if (has_entry == 0xFFFF) [[likely]]
+        _mm512_mask_sub_epi32(root, entries.are_subnormal, root, _mm512_set1_epi32(32 << 23));
+    if (entries.exist == 0xFFFF) [[likely]]
       return _mm512_castsi512_ps(scaled);
-    return _mm512_mask_mov_ps(Sqrt(value), has_entry, _mm512_castsi512_ps(scaled));
+    return _mm512_mask_mov_ps(Sqrt(value), entries.exist, _mm512_castsi512_ps(scaled));
   }
   static Float Max(Float a, Float b) {
     const Float larger = _mm512_max_ps(a, b);  // b when either is NaN
