@@ -78,12 +78,13 @@ def _empty_like(tensor):
 
 def _without_bytes(original):
     """The function for the bytes of a tensor: where they are not asked for, those of an empty one."""
+    of_a_copy = served.of_a_copy(original)
 
     @functools.wraps(original)
     def call(tensor, *name):
         if getattr(_asks_for_no_bytes, "now", False):
             return original(_empty_like(tensor) if tensor.is_contiguous() else tensor, *name)
-        return original(served.copy_of(tensor) if served.managed(tensor) else tensor, *name)
+        return of_a_copy(tensor, *name)
 
     return call
 

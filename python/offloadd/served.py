@@ -129,7 +129,7 @@ def _is_memory_shared(original):
 
 # ---- Bytes -------------------------------------------------------------------------------------
 
-def _of_a_copy(original):
+def of_a_copy(original):
     """A function of a tensor's values: of its first argument."""
 
     @functools.wraps(original)
@@ -608,8 +608,8 @@ _wrap_by_name(torch.utils.dlpack, "to_dlpack", _noting_storage)
 def install():
     """Once, with the first attach()."""
     tensor = torch.Tensor
-    wrap(torch._tensor_str, "_tensor_str", _of_a_copy)  # the part of repr() that looks at the values
-    wrap(tensor, "tolist", _of_a_copy)
+    wrap(torch._tensor_str, "_tensor_str", of_a_copy)  # the part of repr() that looks at the values
+    wrap(tensor, "tolist", of_a_copy)
     wrap(tensor, "numpy", _read_only)
     wrap(tensor, "__array__", _read_only)
     wrap(tensor, "__reduce_ex__", _pickled)
