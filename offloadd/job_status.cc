@@ -135,6 +135,8 @@ void Job::UpdateHeader() {
   words->bytes_read.store(work.bytes_read, std::memory_order_relaxed);
   words->bytes_written.store(work.bytes_written, std::memory_order_relaxed);
   words->resident_bytes.store(resident_bytes, std::memory_order_relaxed);
+  words->computed_nanoseconds.store(static_cast<uint64_t>(context_.computed.core_nanoseconds),
+                                    std::memory_order_relaxed);
   words->peak_bytes.store(peak_bytes_, std::memory_order_relaxed);
 }
 

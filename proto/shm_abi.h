@@ -18,7 +18,7 @@
 
 namespace offload::proto {
 
-inline constexpr uint32_t kProtocolVersion = 4;
+inline constexpr uint32_t kProtocolVersion = 5;
 
 // ---- The slab -----------------------------------------------------------------------------------
 inline constexpr uint32_t kSlabMagic = 0x534c464f;  // "OFLS"
@@ -32,7 +32,8 @@ struct SlabHeader {
   std::atomic<uint64_t> bytes_written;
   std::atomic<uint64_t> resident_bytes;  // of tensors and buffers in use in slab and region
   std::atomic<uint64_t> peak_bytes;
-  std::atomic<uint64_t> durable_step;  // the last committed epoch
+  std::atomic<uint64_t> computed_nanoseconds;  // processor time that computations for it took
+  std::atomic<uint64_t> durable_step;          // the last committed epoch
   std::atomic<uint64_t> updated_step;  // the last step all of whose updates are computed
   std::atomic<uint32_t> failure;       // ≠ 0: the job has failed with this OFD number; text below
   char failure_text[1024];

@@ -29,13 +29,14 @@ void StepAnnouncement::Stepped(const client::StepCommand& command, GroupsNow gro
     expected_[update.tensor] = given_[update.tensor];
   std::ranges::fill(given_, 0);
   final_.clear();
+  const bool is_worth_it = IsWorthIt();
   // A thread that still announces the step that was taken has the words of it.
   if (state_ == State::kUnderWay) return;
   const bool is_in_turn = next_.updates.empty() || NameSame(next_.updates, command.updates);
   // What `next_` says was announced, or, when nothing was, is of the step before.
   const bool were_as_thought = AreSame(next_.groups, command.groups);
   trusts_groups_ = state_ == State::kDone ? were_as_thought : trusts_groups_ || were_as_thought;
-  state_ = trusts_groups_ && is_in_turn ? State::kNotYet : State::kOff;
+  state_ = trusts_groups_ && is_in_turn && is_worth_it ? State::kNotYet : State::kOff;
   groups_now_ = std::move(groups_now);
   next_ = {.step = command.step + 1, .groups = command.groups, .updates = command.updates};
   for (client::TensorUpdate& update : next_.updates)

@@ -6,8 +6,9 @@
 // more, with the hyper-parameters that the optimizer has now; a gradient is final when as many
 // passes have given it as before that step. A wrong one costs time and nothing else: when
 // hyper-parameters were not as announced, nothing is until they have stayed the same from one step
-// to the next; and where optimizers take turns, each with tensors of its own, nothing is. Knows
-// nothing of torch.
+// to the next; and where optimizers take turns, each with tensors of its own, nothing is. Where
+// updates take cores from the backward, steps are announced as far as they give more than they take
+// (CoreTrade). Knows nothing of torch.
 //
 // Thread safety: Accumulated() and End() from any thread, the rest from the one that steps.
 #pragma once
@@ -21,6 +22,7 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "client/session.h"
+#include "zero3/torch/core_trade.h"
 
 namespace offload::zero3 {
 
@@ -34,6 +36,8 @@ class StepAnnouncement {
   struct Channel {
     std::function<absl::Status(const client::StepCommand&)> begin_step;
     std::function<void(uint32_t tensor)> release_gradient;
+    // What the job has cost, where the backward computes on every core; else null.
+    std::function<StepCosts()> costs;
   };
   StepAnnouncement(Channel channel, size_t tensor_count)
       : channel_(std::move(channel)), given_(tensor_count), expected_(tensor_count) {}
@@ -56,12 +60,16 @@ class StepAnnouncement {
   };
 
   bool Announce();
+  bool IsWorthIt() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return !channel_.costs || trade_.Judge(channel_.costs());
+  }
   bool IsFinal(uint32_t tensor) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     return ++given_[tensor] == expected_[tensor];
   }
 
   const Channel channel_;
   absl::Mutex mutex_;
+  CoreTrade trade_ ABSL_GUARDED_BY(mutex_);
   bool trusts_groups_ ABSL_GUARDED_BY(mutex_) = true;
   State state_ ABSL_GUARDED_BY(mutex_) = State::kOff;  // before the first step nothing is known
   bool has_ended_ ABSL_GUARDED_BY(mutex_) = false;

@@ -129,6 +129,31 @@ TEST_F(StepAnnouncementTest, OptimizersThatTakeTurnsAreNotForeseen) {
   EXPECT_EQ(released_, std::vector<uint32_t>({1})) << "the other one is done";
 }
 
+// On every core of the backward: what an update computes is taken from it.
+TEST(StepAnnouncementOnAllCoresTest, StepsAreAnnouncedWhereTheForwardWaitsForMore) {
+  for (const uint64_t waited : {1u, 100u}) {
+    StepCosts costs;
+    int announced = 0;
+    StepAnnouncement announcement({.begin_step =
+                                       [&](const client::StepCommand&) {
+                                         ++announced;
+                                         return absl::OkStatus();
+                                       },
+                                   .release_gradient = [](uint32_t) {},
+                                   .costs = [&] { return costs; }},
+                                  /*tensor_count=*/1);
+    for (uint64_t step = 1; step <= 10; ++step) {
+      announcement.Accumulated(0);
+      costs.forward_wait_nanoseconds += waited;
+      costs.computed_nanoseconds += 10;
+      announcement.Stepped({.step = step, .groups = {WithRate(1)}, .updates = {{0, 0, step}}},
+                           nullptr);
+    }
+    EXPECT_EQ(announced > 3, waited == 100);
+    EXPECT_EQ(announced == 0, waited == 1);
+  }
+}
+
 TEST_F(StepAnnouncementTest, NothingIsAnnouncedAfterItsEnd) {
   Backward({0, 1});
   Step({0, 1});

@@ -22,6 +22,7 @@
 #include "base/error.h"
 #include "proto/buffer_tensors.h"
 #include "proto/shm_abi.h"
+#include "proto/step_words.h"
 #include "zero3/dimension_order.h"
 #include "zero3/gpu/peer_group.h"
 #include "zero3/stored_buffers.h"
@@ -678,8 +679,7 @@ void TensorEngine::DropFromDevice() {
   }
 }
 
-// Where torch computes on every core, updates beside it take the backward more than they give the
-// forward.
+// One that torch does not compute on.
 static bool HasFreeCore() {
   cpu_set_t own;
   CPU_ZERO(&own);
@@ -692,25 +692,37 @@ static bool HasFreeCore() {
   return computing < CPU_COUNT(&own);
 }
 
+static StepCosts CostsOf(const client::Session& session) {
+  const proto::StepSums sums = proto::ReadStepWords(*proto::StepWordsOf(session.region()));
+  const auto& stalls = sums.stall_nanoseconds[static_cast<size_t>(proto::StepPhase::kForward)];
+  StepCosts costs;
+  for (const proto::StallCause cause :
+       {proto::StallCause::kUpdate, proto::StallCause::kLate, proto::StallCause::kMiss})
+    costs.forward_wait_nanoseconds += stalls[static_cast<size_t>(cause)];
+  costs.computed_nanoseconds =
+      session.slab_header().computed_nanoseconds.load(std::memory_order_relaxed);
+  return costs;
+}
+
 // Of one rank: what several add up the daemon has to wait for. Within an interval there is no place
 // for a second step. What stays in memory is updated at step(): there is nothing to begin before.
 std::shared_ptr<StepAnnouncement> TensorEngine::MakeAnnouncement() const {
-  if (!HasFreeCore()) return nullptr;
   if (attachment_->world_size() > 1 || attachment_->device() != nullptr ||
       options_.update_in_backward == "never" || attachment_->input().durability.has_intervals() ||
       proto::ExtentsInMemory(attachment_->input().catalogue, attachment_->plan().memory)
           .has_value())
     return nullptr;
-  return std::make_shared<StepAnnouncement>(
-      StepAnnouncement::Channel{.begin_step =
-                                    [attachment = attachment_](const client::StepCommand& command) {
-                                      return attachment->session().BeginStep(command);
-                                    },
-                                .release_gradient =
-                                    [attachment = attachment_](uint32_t tensor) {
-                                      attachment->session().ReleaseGradient(tensor);
-                                    }},
-      weights_.size());
+  StepAnnouncement::Channel channel{
+      .begin_step =
+          [attachment = attachment_](const client::StepCommand& command) {
+            return attachment->session().BeginStep(command);
+          },
+      .release_gradient = [attachment = attachment_](
+                              uint32_t tensor) { attachment->session().ReleaseGradient(tensor); }};
+  if (!HasFreeCore()) {
+    channel.costs = [attachment = attachment_] { return CostsOf(attachment->session()); };
+  }
+  return std::make_shared<StepAnnouncement>(std::move(channel), weights_.size());
 }
 
 // From what the tensors held, where a new job finds its weights.
