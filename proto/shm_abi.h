@@ -34,8 +34,8 @@ struct SlabHeader {
   std::atomic<uint64_t> peak_bytes;
   std::atomic<uint64_t> computed_nanoseconds;  // processor time that computations for it took
   std::atomic<uint64_t> durable_step;          // the last committed epoch
-  std::atomic<uint64_t> updated_step;  // the last step all of whose updates are computed
-  std::atomic<uint32_t> failure;       // ≠ 0: the job has failed with this OFD number; text below
+  std::atomic<uint64_t> updated_step;          // the last step all of whose updates are computed
+  std::atomic<uint32_t> failure;  // ≠ 0: the job has failed with this OFD number; text below
   char failure_text[1024];
 };
 static_assert(std::is_standard_layout_v<SlabHeader> && sizeof(SlabHeader) <= 4096);
