@@ -90,6 +90,7 @@ void SetUpProcess(bool is_private) {
   umask(0077);
   std::signal(SIGPIPE, SIG_IGN);
   std::signal(SIGXFSZ, SIG_IGN);  // a write beyond a limit is an error, not the end
+  std::signal(SIGXCPU, SIG_IGN);  // a trainer that handles it goes on, up to the hard limit
   // Sessions have a dozen descriptors each.
   if (rlimit files; getrlimit(RLIMIT_NOFILE, &files) == 0) {
     files.rlim_cur = files.rlim_max;
