@@ -35,6 +35,12 @@ constexpr int kEndTimeoutMilliseconds = 120'000;
 
 absl::Status StartError(const std::string& what) { return MakeError(ErrorId::kDaemonStart, what); }
 
+// The daemon has the trainer's standard error.
+absl::Status EndedAtOnce(const std::string& end) {
+  return MakeError(ErrorId::kDaemonStart, absl::StrCat("the private daemon ended at once: ", end),
+                   "See what it has written to the standard error");
+}
+
 std::string Variable(const char* name) {
   const char* value = std::getenv(name);
   return value == nullptr ? std::string() : std::string(value);
@@ -146,13 +152,23 @@ absl::StatusOr<Connection> Meet(UniqueFd socket) {
   return connection;
 }
 
+absl::StatusOr<Connection> MeetStarted(PrivateDaemon daemon) {
+  OFFLOAD_ASSIGN_OR_RETURN(UniqueFd socket, daemon.ConnectWhenReady());
+  absl::StatusOr<Connection> connection = Meet(std::move(socket));
+  if (connection.ok()) {
+    connection->private_daemon = std::move(daemon);
+  } else if (ErrorIdOf(connection.status()) == ErrorId::kDaemonLost) {
+    // It listens before it has all that it serves with.
+    const std::string end = daemon.DescribeEnd(kStartTimeoutMilliseconds);
+    if (!end.empty()) return EndedAtOnce(end);
+  }
+  return connection;
+}
+
 absl::StatusOr<Connection> StartPrivate() {
   OFFLOAD_ASSIGN_OR_RETURN(const std::string binary, FindDaemonBinary());
   OFFLOAD_ASSIGN_OR_RETURN(PrivateDaemon daemon, PrivateDaemon::Start(binary));
-  OFFLOAD_ASSIGN_OR_RETURN(UniqueFd socket, daemon.ConnectWhenReady());
-  OFFLOAD_ASSIGN_OR_RETURN(Connection connection, Meet(std::move(socket)));
-  connection.private_daemon = std::move(daemon);
-  return connection;
+  return MeetStarted(std::move(daemon));
 }
 
 // Nobody else may have made it, or may look into it.
@@ -180,10 +196,7 @@ absl::StatusOr<Connection> StartShared(const std::string& directory, const Uniqu
   OFFLOAD_ASSIGN_OR_RETURN(const std::string binary, FindDaemonBinary());
   OFFLOAD_ASSIGN_OR_RETURN(PrivateDaemon daemon,
                            PrivateDaemon::StartShared(binary, directory, lock, world.world_size));
-  OFFLOAD_ASSIGN_OR_RETURN(UniqueFd socket, daemon.ConnectWhenReady());
-  OFFLOAD_ASSIGN_OR_RETURN(Connection connection, Meet(std::move(socket)));
-  connection.private_daemon = std::move(daemon);
-  return connection;
+  return MeetStarted(std::move(daemon));
 }
 
 // Whoever has the lock starts the daemon, which keeps the lock until it has ended; who has not
@@ -331,7 +344,7 @@ absl::StatusOr<UniqueFd> PrivateDaemon::ConnectWhenReady() {
     absl::StatusOr<UniqueFd> socket = proto::ConnectToDaemon(socket_path());
     if (socket.ok()) return socket;
     if (HasEnded(kStartPollMilliseconds)) {
-      return StartError(absl::StrCat("the private daemon ended at once: ", end_));
+      return EndedAtOnce(end_);
     }
     if (Clock::now() >= deadline) {
       ::kill(pid_, SIGKILL);

@@ -10,7 +10,10 @@
 #include <vector>
 
 #include "CLI/CLI.hpp"
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "base/environment.h"
+#include "base/error.h"
 #include "base/string_view.h"
 #include "base/version.h"
 #include "offloadd/daemon.h"
@@ -90,6 +93,7 @@ void SetUpProcess(bool is_private) {
   umask(0077);
   std::signal(SIGPIPE, SIG_IGN);
   std::signal(SIGXFSZ, SIG_IGN);  // a write beyond a limit is an error, not the end
+  std::signal(SIGXCPU, SIG_IGN);  // a trainer that handles it goes on, up to the hard limit
   // Sessions have a dozen descriptors each.
   if (rlimit files; getrlimit(RLIMIT_NOFILE, &files) == 0) {
     files.rlim_cur = files.rlim_max;
@@ -106,6 +110,17 @@ void SetUpProcess(bool is_private) {
   sigaddset(&signals, SIGTERM);
   if (!is_private) sigaddset(&signals, SIGINT);
   sigprocmask(SIG_BLOCK, &signals, nullptr);
+}
+
+constexpr rlim_t kOpenFilesMin = 40;  // with the job of one rank on one drive
+
+// With fewer it would begin to listen, and then refuse whoever comes.
+absl::Status CheckOpenFiles() {
+  rlimit files = {};
+  if (getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur >= kOpenFilesMin)
+    return absl::OkStatus();
+  return MakeError(ErrorId::kOpenFiles, absl::StrCat("the limit of open files is ", files.rlim_cur,
+                                                     ", and the daemon needs ", kOpenFilesMin));
 }
 
 // A container may have taken away what a part of the sandbox needs: the daemon runs without that
@@ -125,6 +140,10 @@ int Main(int argc, char** argv) {
     flags.daemon.pools.default_pool = flags.daemon.pools.allowed.front();
   SetUpProcess(flags.daemon.is_private);
   SetUpLog(flags);
+  if (const absl::Status status = CheckOpenFiles(); !status.ok()) {
+    std::fprintf(stderr, "offloadd: %s\n", std::string(status.message()).c_str());
+    return 1;
+  }
   const std::vector<std::string> environment = EnvironmentOfThisProcess();
   if (const absl::Status status = CheckEnvironment(environment); !status.ok()) {
     std::fprintf(stderr, "offloadd: %s\n", std::string(status.message()).c_str());

@@ -377,6 +377,18 @@ TEST_F(AttachTest, OperatorsFailAtOnceWhenTheDaemonIsKilled) {
   });
 }
 
+// As of a trainer that has a handler, which saves or goes on (batch systems).
+TEST_F(AttachTest, ALimitOfProcessorTimeThatMayBePassedDoesNotEndTheDaemon) {
+  Open({"processor_time"});
+  TrainStep(*engine_, *optimizer_, *model_, 0, log_);
+  const std::optional<pid_t> daemon = FindDaemon();
+  ASSERT_TRUE(daemon.has_value());
+  kill(*daemon, SIGXCPU);
+  for (int64_t step = 1; step < 4; ++step) TrainStep(*engine_, *optimizer_, *model_, step, log_);
+  engine_->WaitDurable();
+  EXPECT_EQ(engine_->step(), 4);
+}
+
 TEST_F(AttachTest, NonFiniteGradientStopsTheStepAndChangesNothing) {
   Open({"non_finite"});
   TrainStep(*engine_, *optimizer_, *model_, 0, log_);

@@ -12,6 +12,14 @@ import unittest
 
 from trainer import Trainer
 
+BRIEF_DAEMON = """#!/usr/bin/env python3
+import socket, sys
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(sys.argv[sys.argv.index("--socket") + 1])
+listener.listen()
+listener.accept()
+sys.exit(3)
+"""
 TRAIN, OFFLOADD, NO_URING = (os.path.abspath(path) for path in sys.argv[1:4])
 MODEL = ["--params", "1M", "--steps", "2", "--seq", "16", "--batch", "1", "--threads", "1", "--sample", "0", "--seed", "3"]
 
@@ -32,8 +40,8 @@ class BadInputTest(unittest.TestCase):
         run.code = run.wait()
         return run
 
-    def refused(self, arguments, identifier, *texts, code=1, environment=None):
-        run = self.run_trainer(arguments, environment)
+    def refused(self, arguments, identifier, *texts, code=1, environment=None, launcher=()):
+        run = self.run_trainer(arguments, environment, launcher)
         self.assertEqual(run.code, code, run.stderr)
         for text in (identifier, *texts):
             self.assertIn(text, run.stderr)
@@ -140,6 +148,17 @@ class BadInputTest(unittest.TestCase):
     def test_small_memlock(self):
         run = self.run_trainer(self.offloaded(), launcher=["prlimit", "--memlock=65536"])
         self.assertEqual(run.code, 0, run.stderr)
+
+    def test_too_few_descriptors_for_the_daemon_are_told_at_once(self):
+        for limit in (14, 20, 32):
+            self.refused(self.offloaded(), "OFD-1218", "ulimit -n", "OFD-1501", "standard error", launcher=["prlimit", f"--nofile={limit}"])
+
+    def test_a_daemon_that_ends_after_it_has_begun_to_listen_is_told_as_such(self):
+        program = os.path.join(self.pool, "brief")
+        with open(program, "w", encoding="utf-8") as file:
+            file.write(BRIEF_DAEMON)
+        os.chmod(program, 0o700)
+        self.refused(self.offloaded(), "OFD-1501", "exit status 3", environment={"OFFLOADD_BINARY": program})
 
     def test_daemon_that_cannot_be_started(self):
         self.refused(self.offloaded(), "OFD-1501", "/none", environment={"OFFLOADD_BINARY": "/none"})
