@@ -284,6 +284,63 @@ def texts_are_trained(run):
     return told
 
 
+KEPT = """
+import json, torch
+told = []
+
+def make():
+    return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.GELU(), torch.nn.Linear(64, 4))
+
+def train(model, optimizer, loss_of):
+    for step in range(3):
+        loss = loss_of(model(x := torch.randn(8, 16, generator=torch.Generator().manual_seed(step))), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return hasattr(optimizer, "_offload_part")
+
+def small(y, _):
+    return y.square().mean()
+
+def as_the_teacher(y, x):
+    return (y - teacher(x).detach()).square().mean()
+
+class Headed(torch.nn.Module):
+    def __init__(self, body, head):
+        super().__init__()
+        self.body, self.head = body.requires_grad_(False).eval(), head
+
+    def forward(self, x):
+        return self.head(self.body(x)) if isinstance(self.head, torch.nn.Module) else self.body(x) * self.head
+
+torch.manual_seed(0)
+teacher, student = make(), make()
+adamw = torch.optim.AdamW(teacher.parameters(), 1e-2)
+attached = [train(teacher, adamw, small)]
+teacher.eval()
+attached.append(train(student, torch.optim.AdamW(student.parameters(), 1e-2), as_the_teacher))
+for head in torch.nn.Linear(4, 2), torch.nn.Parameter(torch.ones(4)):
+    headed = Headed(student, head)
+    parameters = list(head.parameters()) if isinstance(head, torch.nn.Module) else [head]
+    attached.append(train(headed, torch.optim.SGD(parameters, 0.1, momentum=0.9), small))
+attached.append(train(teacher, adamw, small))
+print(json.dumps([told, [value.tolist() for each in (teacher, headed) for value in each.state_dict().values()], attached]))
+"""
+
+
+@case(**ONE)
+def models_that_are_kept_while_others_are_trained(run):
+    """A teacher, a student, a new head of that; what no module has alone is told of."""
+    (*told, attached), messages = run_script(run, KEPT)
+    assert attached == [run.offloaded] * 3 + [False, run.offloaded], attached
+    assert not run.offloaded or {f"script{end}.offload" for end in ("", "-2", "-3")} == {
+        name for name in os.listdir(run.folder) if name.endswith(".offload")}
+    assert ("what an SGD has trained stayed in memory" in messages) == run.offloaded, messages
+    assert messages.count("with as much ram again") == 2 * run.offloaded, messages
+    return told
+
+
 if __name__ == "__main__":
     programs = Programs()
     sys.exit(main())
