@@ -124,6 +124,15 @@ def _shadows_of(module, trained):
     return list(found.values())
 
 
+def _is_held_by(other, optimizer):
+    """Whether one optimizer is an attribute of another, as that of sharpness-aware ones is, or in a container there."""
+    for value in vars(other).values():
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        if any(each is optimizer for each in inner):
+            return True
+    return False
+
+
 class Watch:
     """Sees optimizers being made, and waits for the first forward pass with a parameter of one."""
 
@@ -205,6 +214,8 @@ class Watch:
             mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             together = kinds if recipe.is_foreign else kinds | {recipe.kind}
             if mine & taken or not are_together(together):
+                if any(recipe_of(each).is_foreign and _is_held_by(each, optimizer) for each in chosen):
+                    continue  # what it keeps is the other's, and part of the job with that
                 _log.warning("offloadd: %s goes on beside the optimizers of the job: what it keeps stays in memory, and its steps are not part "
                              "of the job", type(optimizer).__name__)
                 continue

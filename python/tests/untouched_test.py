@@ -341,6 +341,51 @@ def models_that_are_kept_while_others_are_trained(run):
     return told
 
 
+HOLDS_ANOTHER = """
+import json, torch
+torch.manual_seed(0)
+
+class Sharp(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"rho": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure):
+        loss = torch.enable_grad()(closure)()
+        moved = [(p, 0.1 * p.grad) for group in self.param_groups for p in group["params"]]
+        for p, by in moved:
+            p.add_(by)
+        self.zero_grad()
+        torch.enable_grad()(closure)()
+        for p, by in moved:
+            p.sub_(by)
+        self.base.step()
+        return loss
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+optimizer, told = Sharp(model.parameters()), []
+for step in range(4):
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        return loss
+    told.append(optimizer.step(closure).item())
+print(json.dumps([told, [p.tolist() for p in model.parameters()], hasattr(optimizer, "_offload_part")]))
+"""
+
+
+@case(**ONE)
+def optimizer_that_another_holds_is_not_told_of(run):
+    """What it keeps is part of the job, with the other's."""
+    (*told, is_attached), messages = run_script(run, HOLDS_ANOTHER)
+    assert is_attached == run.offloaded
+    assert "goes on beside" not in messages, messages
+    return told
+
+
 if __name__ == "__main__":
     programs = Programs()
     sys.exit(main())
