@@ -124,6 +124,15 @@ def _shadows_of(module, trained):
     return list(found.values())
 
 
+def _is_held_by(other, optimizer):
+    """Whether one optimizer is an attribute of another, as that of sharpness-aware ones is, or in a container there."""
+    for value in vars(other).values():
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        if any(each is optimizer for each in inner):
+            return True
+    return False
+
+
 class Watch:
     """Sees optimizers being made, and waits for the first forward pass with a parameter of one."""
 
@@ -133,6 +142,7 @@ class Watch:
         self._forward = None
         self._jobs = 0
         self._forks, self._process = 0, ""  # of this process; which one it is, of those that were forked
+        self._waiting = {}  # classes of optimizers, by their ids, while only modules that share parameters with an open job were called
         self._attaches_itself = False  # the script
         self._loaded = weakref.WeakSet()  # optimizers whose load_state_dict() was called
         self._given_weights = weakref.WeakSet()  # modules
@@ -204,6 +214,8 @@ class Watch:
             mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             together = kinds if recipe.is_foreign else kinds | {recipe.kind}
             if mine & taken or not are_together(together):
+                if any(recipe_of(each).is_foreign and _is_held_by(each, optimizer) for each in chosen):
+                    continue  # what it keeps is the other's, and part of the job with that
                 _log.warning("offloadd: %s goes on beside the optimizers of the job: what it keeps stays in memory, and its steps are not part "
                              "of the job", type(optimizer).__name__)
                 continue
@@ -224,6 +236,9 @@ class Watch:
 
     def tell_at_the_end(self):
         """A script may train without a torch.optim.Optimizer, or without ever calling a module: then nothing is offloaded."""
+        for name in dict.fromkeys(self._waiting.values()):
+            _log.warning("offloadd: what %s has trained stayed in memory: it was in modules with parameters of another job only. Call "
+                         "offloadd.attach() in the script", name)
         if self._jobs or self._attaches_itself or jobs.were_made() or is_disabled():
             return
         why = ("no forward pass of a torch.nn.Module with parameters of an optimizer was seen" if self._order
@@ -239,19 +254,17 @@ class Watch:
             return
         if any(torch.nn.parameter.is_lazy(p) for p in itertools.chain(module.parameters(), *map(parameters_of, optimizers))):
             return  # they get their shapes in this pass
-        self._forward.remove()
-        self._forward = None
         if not optimizers:
+            self._wait_no_more()
             self._attaches_itself = True
             return
-        if jobs.handles():
-            gc.collect()  # models of before
-        open_handles = jobs.handles()
-        if open_handles:
-            if not any(mine & handle.identities() for handle in open_handles):
-                _log.warning("offloadd: %s is trained beside the model of job %s: it stays in memory", class_of(module), open_handles[0].job)
+        optimizers = self._for_a_job_beside(optimizers, module, mine)
+        if not optimizers:
             return
+        self._wait_no_more()
         chosen, options = self.of_one_job(optimizers), self.options_of_next()
+        for each in chosen:
+            self._waiting.pop(id(each), None)
         called = module
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             options, called = {"gradients": "reduced_by_trainer", **options}, module.module
@@ -269,6 +282,27 @@ class Watch:
             _log.warning("offloadd: job %s continues after %d steps", handle.job, handle.step)
         if handle.step:
             self._tell_of_copies(handle, [] if loaded is not None else [called, *beside])
+
+    def _wait_no_more(self):
+        self._forward.remove()
+        self._forward = None
+
+    def _for_a_job_beside(self, optimizers, module, mine):
+        """Those that the module, with these parameters, can be attached with: jobs of before may be open, and no parameter is of two."""
+        if jobs.handles() and not all(id(each) in self._waiting for each in optimizers):
+            gc.collect()  # models of before
+        open_handles = jobs.handles()
+        taken = set().union(*(handle.identities() for handle in open_handles))
+        free = [each for each in optimizers if taken.isdisjoint(map(id, parameters_of(each)))]
+        if not free:
+            self._wait_no_more()  # it was told when they were made
+        elif not mine.isdisjoint(taken):  # a part of it, a new head of a model that was trained, has its forward pass, too
+            self._waiting.update((id(each), class_of(each)) for each in free)
+            free = []
+        elif open_handles:
+            _log.warning("offloadd: %s is trained while the model of job %s is still there: it has a job of its own, with as much ram again",
+                         class_of(module), open_handles[0].job)
+        return free
 
     @staticmethod
     def _tell_of_copies(handle, trained):

@@ -263,6 +263,50 @@ def job_of_another_layout_is_refused(run):
             pass
 
 
+class FrozenStatistics(torch.nn.Module):
+    """As MAML's programs have them, for weights that are given: running statistics are frozen parameters, which torch's norms write, unsaid."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.first, self.last = norm, torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+        self.weight, self.bias = torch.nn.Parameter(torch.ones(32)), torch.nn.Parameter(torch.zeros(32))
+        self.mean = torch.nn.Parameter(torch.zeros(32), requires_grad=False)
+        self.variance = torch.nn.Parameter(torch.ones(32), requires_grad=False)
+
+    def forward(self, x):
+        y = self.first(x).transpose(1, 2)
+        given = (self.mean, self.variance, self.weight, self.bias)
+        y = self.norm(y, *given, self.training) if self.training else torch.nn.functional.batch_norm(y, *given, False)
+        return self.last(y.transpose(1, 2))
+
+
+def statistics_in_frozen_parameters(norm):
+    def function(run):
+        model = run.make(lambda: FrozenStatistics(getattr(torch.nn.functional, norm)))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        run.attach(model, optimizer)
+        told = []
+        for step in range(4):
+            x = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(step)).to(run.dtype)
+            model.train()
+            loss = model(x).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                model(x + 1)
+                model.eval()
+                told += [loss.detach(), model(x)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return told, model.mean, model.variance
+
+    function.__name__ = f"statistics_in_frozen_parameters_{norm}"
+    case(function)
+
+
+statistics_in_frozen_parameters("batch_norm")
+statistics_in_frozen_parameters("instance_norm")
+
+
 @case(types=("fp32",))
 def recurrent(run):
     model = run.make(lambda: torch.nn.GRU(16, 24, batch_first=True))

@@ -284,6 +284,108 @@ def texts_are_trained(run):
     return told
 
 
+KEPT = """
+import json, torch
+told = []
+
+def make():
+    return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.GELU(), torch.nn.Linear(64, 4))
+
+def train(model, optimizer, loss_of):
+    for step in range(3):
+        loss = loss_of(model(x := torch.randn(8, 16, generator=torch.Generator().manual_seed(step))), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return hasattr(optimizer, "_offload_part")
+
+def small(y, _):
+    return y.square().mean()
+
+def as_the_teacher(y, x):
+    return (y - teacher(x).detach()).square().mean()
+
+class Headed(torch.nn.Module):
+    def __init__(self, body, head):
+        super().__init__()
+        self.body, self.head = body.requires_grad_(False).eval(), head
+
+    def forward(self, x):
+        return self.head(self.body(x)) if isinstance(self.head, torch.nn.Module) else self.body(x) * self.head
+
+torch.manual_seed(0)
+teacher, student = make(), make()
+adamw = torch.optim.AdamW(teacher.parameters(), 1e-2)
+attached = [train(teacher, adamw, small)]
+teacher.eval()
+attached.append(train(student, torch.optim.AdamW(student.parameters(), 1e-2), as_the_teacher))
+for head in torch.nn.Linear(4, 2), torch.nn.Parameter(torch.ones(4)):
+    headed = Headed(student, head)
+    parameters = list(head.parameters()) if isinstance(head, torch.nn.Module) else [head]
+    attached.append(train(headed, torch.optim.SGD(parameters, 0.1, momentum=0.9), small))
+attached.append(train(teacher, adamw, small))
+print(json.dumps([told, [value.tolist() for each in (teacher, headed) for value in each.state_dict().values()], attached]))
+"""
+
+
+@case(**ONE)
+def models_that_are_kept_while_others_are_trained(run):
+    """A teacher, a student, a new head of that; what no module has alone is told of."""
+    (*told, attached), messages = run_script(run, KEPT)
+    assert attached == [run.offloaded] * 3 + [False, run.offloaded], attached
+    assert not run.offloaded or {f"script{end}.offload" for end in ("", "-2", "-3")} == {
+        name for name in os.listdir(run.folder) if name.endswith(".offload")}
+    assert ("what an SGD has trained stayed in memory" in messages) == run.offloaded, messages
+    assert messages.count("with as much ram again") == 2 * run.offloaded, messages
+    return told
+
+
+HOLDS_ANOTHER = """
+import json, torch
+torch.manual_seed(0)
+
+class Sharp(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"rho": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure):
+        loss = torch.enable_grad()(closure)()
+        moved = [(p, 0.1 * p.grad) for group in self.param_groups for p in group["params"]]
+        for p, by in moved:
+            p.add_(by)
+        self.zero_grad()
+        torch.enable_grad()(closure)()
+        for p, by in moved:
+            p.sub_(by)
+        self.base.step()
+        return loss
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+optimizer, told = Sharp(model.parameters()), []
+for step in range(4):
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        return loss
+    told.append(optimizer.step(closure).item())
+print(json.dumps([told, [p.tolist() for p in model.parameters()], hasattr(optimizer, "_offload_part")]))
+"""
+
+
+@case(**ONE)
+def optimizer_that_another_holds_is_not_told_of(run):
+    """What it keeps is part of the job, with the other's."""
+    (*told, is_attached), messages = run_script(run, HOLDS_ANOTHER)
+    assert is_attached == run.offloaded
+    assert "goes on beside" not in messages, messages
+    return told
+
+
 if __name__ == "__main__":
     programs = Programs()
     sys.exit(main())

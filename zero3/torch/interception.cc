@@ -41,7 +41,8 @@ class RawKernel {
   const int count_;
 };
 
-enum class Argument : uint8_t { kSkip, kRead, kWrite, kOverwrite };
+// kStatistics: written while the operator's own argument says that it trains, else read.
+enum class Argument : uint8_t { kSkip, kRead, kWrite, kOverwrite, kStatistics };
 
 // What the schema of an operator says, worked out once.
 struct Verdict {
@@ -57,6 +58,7 @@ struct Verdict {
   bool is_lazy_clone = false;
   Special special = Special::kNone;
   std::vector<Argument> arguments;
+  std::optional<size_t> trains;  // the argument that says so
 };
 
 // Operators that read or change metadata only, though their schema does not say so.
@@ -124,6 +126,22 @@ bool Overwrites(std::string_view name) {
       "aten::normal_",     "aten::random_", "aten::exponential_", "aten::bernoulli_",
       "aten::log_normal_", "aten::cauchy_", "aten::geometric_"};
   return kNames->contains(name);
+}
+
+// Of batch norm: running statistics are written, though the schema does not say so. Programs keep
+// them in frozen parameters, too.
+bool IsStatistics(std::string_view name, std::string_view argument) {
+  static const auto* const kNames =
+      new absl::flat_hash_set<std::string_view>{"aten::batch_norm",
+                                                "aten::instance_norm",
+                                                "aten::_batch_norm_impl_index",
+                                                "aten::native_batch_norm",
+                                                "aten::cudnn_batch_norm",
+                                                "aten::miopen_batch_norm",
+                                                "aten::batch_norm_update_stats",
+                                                "aten::batch_norm_gather_stats",
+                                                "aten::batch_norm_gather_stats_with_counts"};
+  return (argument == "running_mean" || argument == "running_var") && kNames->contains(name);
 }
 
 Special SpecialOf(const c10::FunctionSchema& schema) {
@@ -263,7 +281,11 @@ std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
       use = !alias->isWrite()           ? Argument::kSkip
             : Overwrites(schema.name()) ? Argument::kOverwrite
                                         : Argument::kWrite;
+    } else if (IsStatistics(schema.name(), argument.name())) {
+      use = Argument::kStatistics;
     }
+    if (argument.name() == "training" || argument.name() == "use_input_stats")
+      verdict->trains = verdict->arguments.size();
     if (verdict->is_communication && verdict->arguments.empty() && !IsBarrier(schema.name()))
       use = Argument::kWrite;
     verdict->pins |= use != Argument::kSkip;
@@ -525,11 +547,19 @@ c10::DispatchKeySet BelowManaged(const Verdict& verdict, c10::DispatchKeySet key
 // asked next: it may make something else of the operator, or nothing.
 bool MayBecomeAnother(c10::DispatchKeySet below) { return below.has(c10::DispatchKey::Python); }
 
+Argument StatisticsUse(const Verdict& verdict, const torch::jit::Stack& stack) {
+  const bool trains = !verdict.trains.has_value() ||
+                      torch::jit::peek(stack, *verdict.trains, verdict.arguments.size()).toBool();
+  return trains ? Argument::kWrite : Argument::kRead;
+}
+
 Uses CollectUses(const Verdict& verdict, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   Uses uses;
   for (size_t i = 0; verdict.pins && i < verdict.arguments.size(); ++i) {
-    if (verdict.arguments[i] == Argument::kSkip) continue;
-    Collect(torch::jit::peek(*stack, i, verdict.arguments.size()), verdict.arguments[i], uses);
+    Argument use = verdict.arguments[i];
+    if (use == Argument::kSkip) continue;
+    if (use == Argument::kStatistics) use = StatisticsUse(verdict, *stack);
+    Collect(torch::jit::peek(*stack, i, verdict.arguments.size()), use, uses);
   }
   if (!MayBecomeAnother(below)) return uses;
   for (auto& [residency, access] : uses) {
