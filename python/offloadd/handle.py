@@ -11,7 +11,7 @@ import weakref
 
 import torch
 
-from . import beneath, followers, in_memory, jobs, lightning_teardown, pickled, safetensors_files, served, universal
+from . import beneath, followers, in_memory, jobs, lightning_position, lightning_teardown, pickled, safetensors_files, served, universal
 from .attachable import check_model, refuse_wrappers, to_unfreeze
 from .eager import run_as_before, run_eagerly
 from .errors import Error
@@ -114,6 +114,7 @@ class Handle(Grows, jobs.OfProcess):
         self.asked_for, self.training = self.job, 1  # the job that attach() was told, and how many of its name have trained these models
         self.followed_by = None  # the job that went on with them
         self.before_commit = None  # what is called when an optimizer has stepped in this process, once
+        self.at_steps = None  # what is called before each step, when its gradients are there
         self._parts = []
         self._versions = {}  # after the last step of this run
         self.last_step = 0  # when it was closed
@@ -144,6 +145,7 @@ class Handle(Grows, jobs.OfProcess):
         served.install()
         safetensors_files.install()
         lightning_teardown.serve()
+        lightning_position.serve()
         run_eagerly()
         for part in self._parts:
             part.swap()
@@ -327,6 +329,8 @@ class Handle(Grows, jobs.OfProcess):
             part.settle()
 
     def _settle_before_step(self):
+        if self.at_steps is not None:
+            self.at_steps()
         self.settle()
         self._note_kinds()
         for part in self._foreign_parts():
