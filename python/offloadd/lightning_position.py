@@ -174,7 +174,6 @@ class _Run:
         self._kept_last = b""
         self._usual = 0  # steps that the batch before has taken
         self.closure = None  # of the batch, with automatic optimization
-        self._is_told = False
 
     @property
     def _trainer(self):
@@ -200,26 +199,30 @@ class _Run:
         self._loops, self.closure, self.is_in_batch = None, None, False
 
     def _keep(self):
-        trainer, handle = self._trainer, self._handle
+        handle = self._handle
         if self._loops is None:  # not a step of fit()
             return
         if handle.trainer_state != self._kept_last:  # the script has a state of its own
             handle.at_steps = None
             return
+        try:
+            packed, why = self._packed(), "too much to be kept with every step"
+        except Exception as error:  # of what callbacks and data of the program's own keep
+            packed, why = b"", f"not to be kept ({error})"
+        if not 0 < len(packed) <= _KEPT_BYTES_MAX // handle.world_size:
+            packed, handle.at_steps = b"", None
+            _log.warning("offloadd: what Lightning's callbacks, schedulers and data keep is %s: a run that goes on in job %s needs a checkpoint, "
+                         "fit(ckpt_path=…)", why, handle.job)
+        handle.trainer_state = self._kept_last = packed
+
+    def _packed(self):
+        handle, is_automatic = self._handle, self._trainer.lightning_module.automatic_optimization
         if self._packed_data is None:
             self._packed_data = _bytes_of(self._data)
-        is_automatic = trainer.lightning_module.automatic_optimization
-        packed = _bytes_of({"magic": _MAGIC, "job_step": handle.step + 1, "steps": handle.step + 1 - self._begun_at,
-                            "usual": self._usual or len(handle.optimizers), "is_automatic": is_automatic,
-                            "data": self._packed_data, "numbers": self._numbers, "loops": self._loops, **self._now(),
-                            "outputs": self._outputs() if is_automatic else None})
-        if len(packed) > _KEPT_BYTES_MAX // handle.world_size:
-            packed = b""
-            if not self._is_told:
-                self._is_told = True
-                _log.warning("offloadd: what Lightning's callbacks, schedulers and data keep is too much to be kept with every step: a run that goes on in "
-                             "job %s needs a checkpoint, fit(ckpt_path=…)", handle.job)
-        handle.trainer_state = self._kept_last = packed
+        return _bytes_of({"magic": _MAGIC, "job_step": handle.step + 1, "steps": handle.step + 1 - self._begun_at,
+                          "usual": self._usual or len(handle.optimizers), "is_automatic": is_automatic,
+                          "data": self._packed_data, "numbers": self._numbers, "loops": self._loops, **self._now(),
+                          "outputs": self._outputs() if is_automatic else None})
 
     def _now(self):
         """As it is after the backward pass, and before the step."""
@@ -254,15 +257,21 @@ class _Run:
     def begin(self):
         """Before on_fit_start: the optimizers are there."""
         trainer = self._trainer
-        self._handle = handle = None if _is_tried(trainer) else _handle_of(trainer)
+        handle = _handle_of(trainer)
         if handle is None:
             return
+        is_begun = handle.step > 0 and not trainer._checkpoint_connector._loaded_checkpoint
+        if _is_tried(trainer):
+            if is_begun:
+                tell_where_it_begins(handle)
+            return
+        self._handle = handle
         kept = _kept_in(handle.trainer_state)
         if kept is not None or not handle.trainer_state:
             handle.at_steps, self._kept_last = self._keep, handle.trainer_state
         if kept is not None and kept["job_step"] != handle.step:
             kept = None
-        if trainer._checkpoint_connector._loaded_checkpoint or handle.step == 0:
+        if not is_begun:
             return
         if kept is None:
             tell_where_it_begins(handle)

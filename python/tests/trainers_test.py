@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 import unittest
@@ -1006,6 +1007,22 @@ def lightning_that_cannot_go_on_in_a_job_with_steps_says_so(run):
             run.handles.pop().close()
             run.models.clear()
         return told
+
+
+@case(types=("fp32",), memory=("floor",))
+def what_lightning_callbacks_keep_that_cannot_be_kept_is_told_of(run):
+    import lightning
+
+    class Keeps(lightning.Callback):
+        def state_dict(self):
+            return {"lock": threading.Lock()}
+
+    module = lightning_of(run, job="lock")
+    with Lines() as lines:
+        lightning.Trainer(accelerator="cpu", max_steps=3, logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+                          callbacks=[Keeps()]).fit(module, torch.utils.data.DataLoader(Data(), batch_size=2))
+        assert not run.offloaded or sum("Lightning's callbacks, schedulers and data keep is not to be kept" in line for line in lines) == 1, lines
+    return module.told
 
 
 @case(types=("fp32",), memory=("floor",))
