@@ -185,13 +185,15 @@ class _Run:
         self._data.update(numbers)
         self._packed_data = None
 
-    def begin_batch(self):
+    def begin_batch(self, fetcher):
         self.is_in_batch = True
         if self._is_first:
             self._is_first = False
             self._note_data(first=random_state())
         if self._handle is not None:
-            self._loops, self._begun_at, self._numbers = self._trainer.fit_loop.state_dict(), self._handle.step, random_state()
+            self._loops, self._begun_at = self._trainer.fit_loop.state_dict(), self._handle.step
+            is_drawn_from = not self._trainer.lightning_module.automatic_optimization or fetcher.length is None  # which fetches one batch ahead
+            self._numbers = random_state() if is_drawn_from else None
 
     def end_batch(self):
         if self._loops is not None and self._handle.is_open:
@@ -337,8 +339,12 @@ class _Run:
         loop.restarting = False
         loop.reset_restart_stage()
         loop.val_loop.reset_restart_stage()
-        if not all(map(_has_state, self._trainer.fit_loop._combined_loader.flattened)):
+        loaders = self._trainer.fit_loop._combined_loader.flattened
+        if not all(map(_has_state, loaders)):
             self._fetch_again(loop, fetcher, fetched)
+        if self._trainer.current_epoch > 0 and any(getattr(each, "persistent_workers", False) for each in loaders):
+            _log.warning("offloadd: random numbers that the data draw in processes which are kept from epoch to epoch (persistent_workers) begin anew, and are "
+                         "not those of a run that was not stopped. Without it, or with numbers that follow from the index, they are")
 
     def _fetch_again(self, loop, fetcher, fetched):
         """The epoch's batches before the one that took the step."""
@@ -362,7 +368,7 @@ class _Run:
             if kept["is_automatic"]:
                 automatic._make_closure = lambda *_: self._closure_again(automatic)
                 plugin.optimizer_step = lambda optimizer, *_, **__: left.leave_out(optimizer)
-            else:
+            if kept["numbers"] is not None:
                 set_random_state(kept["numbers"])
             advance()
         finally:
@@ -483,7 +489,7 @@ def _serve(package):
             try:
                 if run.goes_on:
                     return run.replay(loop, lambda: original(loop, fetcher))
-                run.begin_batch()
+                run.begin_batch(fetcher)
                 return original(loop, fetcher)
             finally:
                 run.end_batch()

@@ -1376,7 +1376,7 @@ class Data(torch.utils.data.Dataset):
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         for index in torch.randperm(22).tolist():
-            yield torch.randn(16, generator=torch.Generator().manual_seed(index))
+            yield Data()[index]
 
 class Module(lightning.LightningModule):
     def __init__(self):
