@@ -10,7 +10,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import anew, followers, in_memory, jobs, pickled, safetensors_files, served
+from . import anew, followers, in_memory, jobs, lightning_position, pickled, safetensors_files, served
 from .attachable import without_prepare, without_wrapper
 from .beginning import Beginning, has_begun
 from .errors import Error
@@ -74,12 +74,10 @@ def _of_lightning(model):
 
 
 def _tell_where_it_begins(model, handle):
-    """Lightning, which has no checkpoint, in a job that has steps."""
     trainer = getattr(model, "_trainer", None)
-    if handle.step > 0 and getattr(trainer, "global_step", None) == 0 and hasattr(trainer, "_checkpoint_connector"):
-        _log.warning("offloadd: job %s is at step %d, and Lightning begins at its first one, with no checkpoint: it takes all of its steps once more, on what "
-                     "the job has. To go on where the run before was, give fit() the last checkpoint, ckpt_path=…; to begin anew name another job, or remove "
-                     "this one, offloadctl rm %s %s --yes", handle.job, handle.step, handle.nvme_path, handle.job)
+    if handle.step > 0 and getattr(trainer, "global_step", None) == 0 and hasattr(trainer, "_checkpoint_connector") \
+            and not lightning_position.is_served(trainer):
+        lightning_position.tell_where_it_begins(handle)
 
 
 def _is_in(model_value, value):

@@ -10,7 +10,7 @@ from . import process_state
 from .errors import Error
 from .library import Engine, bytes_of, tensor_of
 from .optimizer import after_steps, has_stepped, have_hooks, refuse_unless_kept
-from .recipes import parameters_of, refuse
+from .recipes import parameters_of, refuse, step_function
 
 _log = logging.getLogger("offloadd")
 
@@ -138,6 +138,17 @@ class ForeignPart:
             self.handle.commit()
         finally:
             Engine.end_own_step()
+
+    def step(self, **others):
+        """That of one whose class was the daemon's until a step (Handle.bring_here), called as it was then."""
+        if others:
+            refuse(f"step() with {', '.join(others)}", "Call step() without arguments, or with a closure")
+        step_function(type(self.optimizer))(self.optimizer)
+
+    def step_at_once(self):
+        """Within a step that began before the optimizer was brought here: its end is that of this one."""
+        self._begin(None, (), {})
+        self.step()
 
     def tell(self):
         _log.warning("offloadd: %s runs in this process, weight by weight, which takes longer than in the daemon; what it keeps is beside ram, and "

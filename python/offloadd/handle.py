@@ -11,7 +11,7 @@ import weakref
 
 import torch
 
-from . import beneath, followers, in_memory, jobs, lightning_teardown, pickled, safetensors_files, served, universal
+from . import beneath, followers, in_memory, jobs, lightning_position, lightning_teardown, pickled, safetensors_files, served, universal
 from .attachable import check_model, refuse_wrappers, to_unfreeze
 from .eager import run_as_before, run_eagerly
 from .errors import Error
@@ -114,6 +114,7 @@ class Handle(Grows, jobs.OfProcess):
         self.asked_for, self.training = self.job, 1  # the job that attach() was told, and how many of its name have trained these models
         self.followed_by = None  # the job that went on with them
         self.before_commit = None  # what is called when an optimizer has stepped in this process, once
+        self.at_steps = None  # what is called before each step, when its gradients are there
         self._parts = []
         self._versions = {}  # after the last step of this run
         self.last_step = 0  # when it was closed
@@ -131,7 +132,7 @@ class Handle(Grows, jobs.OfProcess):
             if former is not None and self._engine.step_count() == 0:
                 raise Error.of(1604, f"the optimizer's moments are in job {former}, and this is a new one",
                                f"Attach to job {former}, or make a new optimizer")
-            recipes.append(recipe_of(optimizer))
+            recipes.append(recipe_of(optimizer, models if self._engine.world_size() == 1 else ()))
         check_together({recipe.kind for recipe in recipes if not recipe.is_foreign})
         if any(not recipe.is_foreign for recipe in recipes) and any(p.requires_grad for model in models for p in model.parameters()):
             check_arithmetic()
@@ -144,6 +145,7 @@ class Handle(Grows, jobs.OfProcess):
         served.install()
         safetensors_files.install()
         lightning_teardown.serve()
+        lightning_position.serve()
         run_eagerly()
         for part in self._parts:
             part.swap()
@@ -158,6 +160,8 @@ class Handle(Grows, jobs.OfProcess):
         numbers = itertools.count()
         parts = [ForeignPart(self, optimizer, recipe.name, next(numbers)) if recipe.is_foreign else Part(self, optimizer, recipe)
                  for optimizer, recipe in zip(self.optimizers, recipes)]
+        self._kinds, self._described_kinds = Kinds(parts), (None, b"")
+        parts = [part if part.is_foreign else self._brought_here_before(part) for part in parts]
         for part in parts:
             if not part.is_foreign:
                 part.check_named_once()
@@ -166,7 +170,6 @@ class Handle(Grows, jobs.OfProcess):
             else:
                 self._engine.expect_foreign(part.expected_bytes())
                 self._engine.add_foreign(part.number, part.name)
-        self._kinds, self._described_kinds = Kinds(parts), (None, b"")
         unfrozen = to_unfreeze(named, unfreeze)
         for parameter in unfrozen:
             parameter.requires_grad_(True)
@@ -207,6 +210,35 @@ class Handle(Grows, jobs.OfProcess):
         kept = part.kept_in_memory()
         if kept[0]:
             self._engine.begin_with(*kept)
+
+    # ---- An optimizer of the daemon's that goes on in this process ----
+
+    def _name_here(self, part):
+        """Of such a one, in the job."""
+        return f"{part.recipe.name} (optimizer {next(i for i, each in enumerate(self.optimizers) if each is part.optimizer)})"
+
+    def _numbers_here(self):
+        """Of those that the job has: (number, name)."""
+        named = ((number, self._engine.foreign(number)[0]) for number in itertools.count())
+        return list(itertools.takewhile(lambda each: each[1], named))
+
+    def _brought_here_before(self, part):
+        """In its place the one that steps in this process, where the job says so."""
+        name = self._name_here(part)
+        number = next((number for number, its in self._numbers_here() if its == name), None)
+        return part if number is None else ForeignPart(self, part.optimizer, name, number)
+
+    def bring_here(self, part):
+        """From now on the optimizer's steps run in this process, with what it has kept in the job; returns what it is now."""
+        number = len(self._numbers_here())
+        states = part.leave()
+        here = ForeignPart(self, part.optimizer, self._name_here(part), number)
+        part.optimizer.__dict__["state"].update(states)
+        self._engine.add_foreign(number, here.name)
+        self._parts = [here if each is part else each for each in self._parts]
+        here.swap()
+        here.tell()
+        return here
 
     def _check_once(self):
         seen = set()
@@ -297,6 +329,8 @@ class Handle(Grows, jobs.OfProcess):
             part.settle()
 
     def _settle_before_step(self):
+        if self.at_steps is not None:
+            self.at_steps()
         self.settle()
         self._note_kinds()
         for part in self._foreign_parts():

@@ -154,7 +154,7 @@ class Masters:
                 continue
             if self._is_written(parameter, master):
                 master.copy_(parameter)
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+            master.grad = None if parameter.grad is None else self._widened_gradient(parameter.grad)
             if master.grad is not None and self.unscale is not None:
                 master.grad.mul_(self.unscale)
         self._widen_states()
@@ -168,6 +168,11 @@ class Masters:
                     master.grad = None
         for parameter in parameters_of(optimizer):  # when all are written: parts of one vector have one version
             self.see(parameter)
+
+    def _widened_gradient(self, gradient):
+        """Of a sparse one the dense sum, with the optimizers that take it."""
+        is_taken = gradient.layout != torch.strided and isinstance(self._optimizer, (torch.optim.SGD, torch.optim.Adagrad))
+        return (gradient.to_dense() if is_taken else gradient).float()
 
     def _widen_states(self):
         """What a program has put into them may be as narrow as its parameters."""
@@ -299,7 +304,7 @@ class Handle:
         if initial_weights is not None:
             self.load_weights(initial_weights)
         for optimizer in optimizers:
-            if _has_narrow(optimizer) and not hasattr(optimizer, "_masters") and not recipe_of(optimizer).is_foreign:
+            if _has_narrow(optimizer) and not hasattr(optimizer, "_masters") and not recipe_of(optimizer, models).is_foreign:
                 give_masters(optimizer)
             after_steps(optimizer, self._count)
 

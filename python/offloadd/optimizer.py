@@ -152,10 +152,10 @@ def swap_class(optimizer, cls):
     forget_former_steps(optimizer)
     optimizer._former_steps = optimizer.register_step_pre_hook(_take_former_step)
     if wrapped is not None:
-        _wrap_again(optimizer, cls)
+        wrap_again(optimizer, cls)
 
 
-def _wrap_again(optimizer, cls):
+def wrap_again(optimizer, cls):
     @functools.wraps(cls.step)
     def again(*args, **kwargs):
         optimizer._opt_called = True  # as torch's schedulers have it
@@ -171,7 +171,7 @@ def have_hooks(optimizer):
     wrapped = optimizer.__dict__.pop("step", None)  # a scheduler's, made before: it would call the step without hooks
     optimizer._patch_step_function()
     if wrapped is not None:
-        _wrap_again(optimizer, type(optimizer))
+        wrap_again(optimizer, type(optimizer))
 
 
 def forget_former_steps(optimizer):

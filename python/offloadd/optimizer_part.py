@@ -7,9 +7,9 @@ import torch
 from torch.optim.optimizer import _get_scalar_dtype
 
 from .errors import Error, class_of
-from .optimizer import forget_former_steps, offloaded_class, refuse_unless_kept, swap_class
+from .optimizer import forget_former_steps, offloaded_class, refuse_unless_kept, swap_class, wrap_again
 from .optimizer_state import STEP, ParameterState, StateOfAll, is_of_another, refuse_write
-from .recipes import check_arithmetic, is_table, number, parameters_of, refuse
+from .recipes import check_arithmetic, is_narrow, is_table, number, parameters_of, refuse
 
 
 UNKNOWN = float("nan")  # Part.unscale between two steps of the engine that scales the loss
@@ -89,6 +89,17 @@ class Part:
         forget_former_steps(optimizer)
         optimizer.__dict__["state"] = collections.defaultdict(dict)
         del optimizer._offload_part
+
+    def leave(self):
+        """The instance is as it was before swap(), for another to have; returns its state."""
+        self.settle()
+        optimizer, wrapped = self.optimizer, self.optimizer.__dict__.pop("step", None)  # a scheduler's
+        states = {parameter: {key: self.gather(parameter, key) for key in keys} for parameter, keys in self.keys_of_all()}
+        self.end()
+        self.release()
+        if wrapped is not None:
+            wrap_again(optimizer, type(optimizer))
+        return states
 
     # ---- The step ----
 
@@ -185,7 +196,9 @@ class Part:
         values = self.group_values()
         self._check_momentum(values)
         groups = [[p for p in group["params"] if not is_table(p)] for group in self.optimizer.param_groups]
-        self._add_sparse(groups, values)
+        if self._add_sparse(groups, values):
+            self.handle.bring_here(self).step_at_once()
+            return
         empty = [parameter for parameters in groups for parameter in parameters if not parameter.numel() and parameter.grad is not None]
         # torch's fused kernels write weights without counting it: a graph from before the step goes backward after it.
         self.handle.apply(self.recipe.kind, groups, values, [not group.get("fused") for group in self.optimizer.param_groups])
@@ -205,9 +218,10 @@ class Part:
 
     def _add_sparse(self, groups, values):
         """torch adds the elements of a sparse gradient one by one, which rounds otherwise than their sums do. SGD that keeps nothing is such
-        an addition to the weight: it is made here, and the parameters leave their groups for this step; Adagrad's is the engine's. Gradients
-        that fused kernels would mix up are refused on the way."""
-        sparse = []
+        an addition to the weight: it is made here, and the parameters leave their groups for this step; Adagrad's is the engine's. Of
+        narrow parameters, and with several ranks, which add them so, the dense sum is taken. Gradients that fused kernels would mix up are
+        refused on the way. Returns whether it has to run in this process instead, as SGD that keeps sparse buffers."""
+        sparse, comes_here = [], False
         for group, parameters, row in zip(self.optimizer.param_groups, groups, values):
             found, is_fused = [], group.get("fused")
             for p in parameters:
@@ -222,23 +236,55 @@ class Part:
             if not found:
                 continue
             options = dict(zip(self.recipe.parameters, row))
-            is_plain = self.recipe.kind == "sgd" and options["momentum"] == options["weight_decay"] == 0
-            is_engines = self.recipe.kind == "adagrad" and options["weight_decay"] == 0 and not is_fused
+            self._check_takes_sparse(group, found[0])
+            if self.handle.adds_gradients:
+                continue
+            found = [p for p in found if not is_narrow(p)]
+            if self.recipe.kind == "adagrad" or not found:
+                continue
+            if options["momentum"] != 0:
+                self._check_may_come_here(found[0])
+                comes_here = True
+                continue
             for parameter in found:
-                shape = list(parameter.shape)
-                if not (is_plain or is_engines) or parameter.dtype not in (torch.float32, torch.float64):
-                    raise Error.of(1601, f"the gradient of a parameter of shape {shape} is sparse",
-                                   "Make the embedding with sparse=False, or train it in float32 or float64 with SGD without momentum and decay, "
-                                   "or with Adagrad without decay and fused")
-                if is_engines:
-                    continue
                 if not parameter.grad._values().isfinite().all():
-                    raise Error.of(1701, f"the gradient of a parameter of shape {shape} holds NaN or infinity, the step was not taken",
+                    raise Error.of(1701, f"the gradient of a parameter of shape {list(parameter.shape)} holds NaN or infinity, the step was not taken",
                                    "Lower the learning rate or clip; the last epoch is intact")
                 sparse.append((parameter, options["lr"] if options["maximize"] else -options["lr"]))
             parameters[:] = [p for p in parameters if not any(p is each for each, _ in sparse)]
-        for parameter, alpha in sparse:
+        for parameter, alpha in sparse if not comes_here else ():
             parameter.add_(parameter.grad, alpha=alpha)
+        return comes_here
+
+    def _check_takes_sparse(self, group, parameter):
+        """OFD-1601 where torch takes no sparse gradients."""
+        if self.recipe.kind not in ("sgd", "adagrad"):
+            why, way = f"{self.recipe.name} takes none", "train it with SparseAdam, Adagrad or SGD"
+        elif group["weight_decay"] != 0:
+            why, way = f"{self.recipe.name} with weight_decay takes none", "give it a group without weight_decay"
+        elif group.get("fused"):
+            why, way = f"{self.recipe.name} with fused=True takes none", "leave fused out"
+        else:
+            return
+        raise Error.of(1601, f"the gradient of a parameter of shape {list(parameter.shape)} is sparse, and {why}, as in memory",
+                       f"Make the embedding with sparse=False, or {way}")
+
+    def _check_may_come_here(self, parameter):
+        """OFD-1601 where an optimizer whose gradients have been dense until now cannot go on in this process."""
+        if self.unscale is not None:
+            why = "the gradients have the loss scale of fp16"
+        elif self.handle.world_size > 1:
+            why = "the job has several ranks"
+        elif any(is_narrow(each) for each in parameters_of(self.optimizer)):
+            why = "others of its parameters have fp32 masters in the job"
+        elif self.handle.step > 0 and not self.handle.is_state_small():
+            why = f"the job is at step {self.handle.step}, and what was kept until then does not fit into memory"
+        else:
+            return
+        raise Error.of(1601, f"the gradient of a parameter of shape {list(parameter.shape)} is sparse, of which SGD with momentum keeps a sparse buffer in this "
+                             f"process: nothing has said so before its steps, and {why}",
+                       "Make it a torch.nn.Embedding or EmbeddingBag with sparse=True, which is seen when it is attached, by one rank; or train it with "
+                       "sparse=False, or without momentum")
 
     # ---- State ----
 

@@ -91,6 +91,10 @@ def _packages_of(optimizer):
     return {each.__module__.partition(".")[0] for each in type(optimizer).__mro__} - {"builtins"}
 
 
+def _is_sparse(tensor):
+    return type(tensor) is torch.Tensor and tensor.layout == torch.sparse_coo and not tensor.requires_grad
+
+
 def _tensors_of(module):
     return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
 
@@ -219,11 +223,20 @@ class Describer:
     def _tensor(self, tensor):
         if id(tensor) in self._names:
             return ["parameter", self._names[id(tensor)]]
+        return ["tensor", self._row(tensor)]
+
+    def _row(self, tensor):
+        """Of the table."""
         if id(tensor) not in self._tensors:
+            described = self._described_sparse(tensor) if _is_sparse(tensor) else self._described(tensor)
             self._tensors[id(tensor)] = len(self._table)
             self._alive.append(tensor)
-            self._table.append(self._described(tensor))
-        return ["tensor", self._tensors[id(tensor)]]
+            self._table.append(described)
+        return self._tensors[id(tensor)]
+
+    def _described_sparse(self, tensor):
+        """By the rows of its indices and its values, which come before its own."""
+        return ["sparse", self._row(tensor._indices()), self._row(tensor._values()), list(tensor.shape), tensor.is_coalesced()]
 
     def _described(self, tensor):
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided or tensor.is_quantized \
@@ -252,8 +265,10 @@ class Giver:
         self._described, self._parameters = whole["optimizer"], parameters
         self._seen, self._packages = {}, set()
         self._storages, self._there = storages, {}  # those of devices: once there
+        self._tensors = []
         with torch.no_grad():
-            self._tensors = [self._tensor(*each) for each in whole["tensors"]]
+            for each in whole["tensors"]:
+                self._tensors.append(self._sparse(*each[1:]) if each[0] == "sparse" else self._tensor(*each))
         self.changed = set()  # as Describer's, of the optimizer that was given it
 
     def _tensor(self, storage, offset, dtype, shape, stride, requires_grad, is_parameter, device):
@@ -262,6 +277,9 @@ class Giver:
         memory = self._there[storage, device].untyped_storage()
         made = torch.empty(0, dtype=getattr(torch, dtype), device=device).set_(memory, offset, shape, stride)
         return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
+
+    def _sparse(self, indices, values, shape, is_coalesced):
+        return torch.sparse_coo_tensor(self._tensors[indices], self._tensors[values], shape, check_invariants=False, is_coalesced=is_coalesced)
 
     def give(self, optimizer, with_options=True):
         self._with_options = with_options

@@ -111,9 +111,26 @@ def _has_own_roots(base, optimizer):
     return not (all(group.get("fused") for group in optimizer.param_groups) or _are_double_roots_nearest())
 
 
-def recipe_of(optimizer):
+def keeps_sparsely(group):
+    """Whether torch's SGD keeps sparse buffers of sparse gradients, whose elements are added one by one: no plane of a job has their bits."""
+    return group["momentum"] != 0 and group["weight_decay"] == 0 and not group.get("fused")
+
+
+def _has_sparse_momentum(base, optimizer, models):
+    """Whether modules say so before there are gradients."""
+    if base is not torch.optim.SGD:
+        return False
+    embeddings = (module for model in models for module in model.modules() if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
+    sparse = {id(each.weight) for each in embeddings if each.sparse and each.weight.requires_grad and not is_narrow(each.weight)}
+    return bool(sparse) and any(keeps_sparsely(group) and any(id(parameter) in sparse for parameter in group["params"])
+                                for group in optimizer.param_groups)
+
+
+def recipe_of(optimizer, models=()):
+    """`models`: those whose gradients are the optimizer's as they come from the backward, of one rank."""
     base = served_class_of(type(optimizer))
-    return Foreign(optimizer) if base is None or _has_own_roots(base, optimizer) else Recipe(optimizer)
+    is_foreign = base is None or _has_own_roots(base, optimizer) or _has_sparse_momentum(base, optimizer, models)
+    return Foreign(optimizer) if is_foreign else Recipe(optimizer)
 
 
 class Foreign:

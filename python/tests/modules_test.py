@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler as schedulers
 import offloadd
 from offloadd import control
 from offloadd.attachable import to_unfreeze
-from battery import VOCABULARY, Lines, Transformer, case, copied_states_of, main
+from battery import VOCABULARY, Lines, Transformer, case, copied_states_of, main, states_of
 
 
 @case
@@ -74,7 +74,7 @@ def train_quantised(run, model, optimizer, first=0):
     def loss_of(step):
         return model(torch.randn(3, 16, generator=torch.Generator().manual_seed(step)).to(run.dtype)).float().pow(2).mean()
 
-    return run.steps(optimizer, loss_of, steps=2, first=first)
+    return run.steps(optimizer, loss_of, steps=2, first=3)
 
 
 @case
@@ -394,9 +394,131 @@ def sparse_adam(run):
         optimizer.zero_grad()
 
 
+def continue_sparse(run, make, build=None):
+    """Steps, the end of the job, and more steps of it; weights, losses and what the optimizer keeps."""
+    def begin():
+        model = run.make(build or (lambda: torch.nn.Sequential(torch.nn.Embedding(400, 96, sparse=True), torch.nn.Linear(96, 8))))
+        optimizer = make(model)
+        if run.offloaded or not run.handles:
+            run.attach(model, optimizer, job="sparse")
+        return model, optimizer
+
+    def loss_of(step):
+        ids = torch.randint(30 + step, (4, 9), generator=torch.Generator().manual_seed(step))
+        return model(ids).float().pow(2).mean()
+
+    model, optimizer = begin()
+    told = run.steps(optimizer, loss_of, steps=3)
+    if run.offloaded:
+        run.end()
+        model, optimizer = begin()
+        assert run.handles[-1].step == 3
+    kept = [[value.to_dense() if value.is_sparse else value for value in state.values()] for state in optimizer.state_dict()["state"].values()]
+    return told + run.steps(optimizer, loss_of, first=3), kept
+
+
+@case(types=("fp32", "fp64"))
+def sparse_gradients_with_momentum(run):
+    """torch keeps a sparse buffer, whose elements it adds one by one."""
+    return continue_sparse(run, lambda model: SGD(model.parameters(), 0.1, momentum=0.9))
+
+
+@case(types=("fp32",))
+def sparse_gradients_with_momentum_of_nesterov_in_one_group(run):
+    def make(model):
+        return SGD([{"params": model[0].parameters(), "momentum": 0.9, "nesterov": True, "maximize": True}, {"params": model[1].parameters()}], 0.001)
+
+    return continue_sparse(run, make)
+
+
+@case(types=("fp32",))
+def sparse_bag_with_dampening_beside_adamw(run):
+    model = run.make(lambda: torch.nn.Sequential(torch.nn.EmbeddingBag(400, 96, sparse=True), torch.nn.Linear(96, 8)))
+    sparse = SGD(model[0].parameters(), 0.1, momentum=0.9, dampening=0.5)
+    dense = torch.optim.AdamW(model[1].parameters(), 0.01, fused=True)
+    run.attach(model, [sparse, dense])
+    told = []
+    for step in range(4):
+        loss = model(torch.randint(30, (4, 9), generator=torch.Generator().manual_seed(step))).pow(2).mean()
+        loss.backward()
+        for optimizer in (sparse, dense):
+            optimizer.step()
+            optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+@case(types=("bf16",))
+def sparse_gradients_with_momentum_of_narrow_types(run):
+    """bfloat16 takes their dense sum, whose buffers are the job's."""
+    return train_sparse(run, lambda p: SGD(p, 0.1, momentum=0.9, dampening=0.1))
+
+
+@case(types=("bf16",))
+def sparse_adagrad_of_narrow_types(run):
+    return train_sparse(run, lambda p: torch.optim.Adagrad(p, 0.1, lr_decay=0.1))
+
+
+@case(types=("bf16",))
+def sparse_gradients_of_narrow_types(run):
+    return train_sparse(run, lambda p: SGD(p, 0.1))
+
+
+class Unannounced(torch.nn.Module):
+    """Sparse gradients of an operator, of which no module says so; dense ones before `begins`."""
+
+    def __init__(self, begins=0):
+        super().__init__()
+        self.table, self.out = torch.nn.Parameter(torch.randn(400, 96)), torch.nn.Linear(96, 8)
+        self.begins = begins
+        self.count = 0
+
+    def forward(self, ids):
+        self.count += 1
+        return self.out(torch.nn.functional.embedding(ids, self.table, sparse=self.count > self.begins))
+
+
+@case(types=("fp32", "fp64"))
+def sparse_gradients_that_nothing_announces(run):
+    return continue_sparse(run, lambda model: SGD(model.parameters(), 0.1, momentum=0.9), Unannounced)
+
+
+@case(types=("fp32",), memory=("1GiB",))
+def sparse_gradients_after_dense_ones(run):
+    """What was kept until then comes to this process."""
+    model = run.make(lambda: Unannounced(begins=2))
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    run.attach(model, optimizer)
+    former_step = optimizer.step
+    told = []
+    for step in range(5):
+        loss = model(torch.randint(30, (4, 9), generator=torch.Generator().manual_seed(step))).pow(2).mean()
+        loss.backward()
+        (former_step if step == 4 else optimizer.step)()
+        optimizer.zero_grad()
+        scheduler.step()
+        told += [loss.item(), scheduler.get_last_lr()]
+    return told, states_of(optimizer)
+
+
 @case(refused=1601, types=("fp32",), memory=("floor",))
-def sparse_gradients_with_momentum_are_refused(run):
-    train_sparse(run, lambda p: SGD(p, 0.1, momentum=0.9))
+def sparse_gradients_with_decay_are_refused(run):
+    train_sparse(run, lambda p: SGD(p, 0.1, momentum=0.9, weight_decay=0.1))
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def sparse_gradients_of_adamw_are_refused(run):
+    train_sparse(run, lambda p: torch.optim.AdamW(p, 0.1))
+
+
+@case(refused=1601, types=("bf16",), memory=("floor",))
+def sparse_gradients_that_nothing_announces_beside_masters_are_refused(run):
+    model = run.make(lambda: torch.nn.ModuleList([Unannounced(), torch.nn.Linear(8, 8)]))
+    model[0].float()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    run.attach(model, optimizer)
+    run.steps(optimizer, lambda step: model[1](model[0](torch.arange(4)).to(run.dtype)).float().pow(2).mean())
 
 
 @case(types=("fp32",))
@@ -1115,7 +1237,7 @@ def running_statistics_are_resumed(run):
             torch.manual_seed(step)
             return torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.arange(4))
 
-        return run.steps(optimizer, loss_of, steps=2, first=first)
+        return run.steps(optimizer, loss_of, steps=2, first=3)
 
     model = make()
     optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
@@ -1140,7 +1262,7 @@ def around_a_restart(run, build, job, look=lambda handle: None):
         return model, optimizer, run.attach(model, optimizer, job=job)
 
     def train(first):
-        told.extend(run.steps(optimizer, lambda step: model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean(), first=first))
+        told.extend(run.steps(optimizer, lambda step: model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean(), first=3))
         seen.append(look(handle))
 
     model, optimizer, handle = attached()

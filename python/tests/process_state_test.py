@@ -709,6 +709,40 @@ def killed_between_what_it_keeps_and_the_step(run):
     return json.loads(programs.start("-c", KILLED, here, run.folder if run.offloaded else "", "-1").communicate()[0].splitlines()[-1])
 
 
+SPARSE = """
+import json, os, signal, sys
+import torch
+import offloadd
+
+folder, kill_at = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Embedding(4000, 64, sparse=True), torch.nn.Linear(64, 8))
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+handle = offloadd.attach(model, optimizer, nvme_path=folder, ram="128MiB", job="killed") if folder else None
+for step in range(handle.step if handle else 0, 8):
+    ids = torch.randint(4000, (50 * (step + 1), 12), generator=torch.Generator().manual_seed(step))
+    model(ids).pow(2).mean().backward()
+    if step == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.step()
+    optimizer.zero_grad()
+with torch.no_grad():
+    told = [p.double().sum().item().hex() for p in model.parameters()]
+kept = [state["momentum_buffer"] for state in optimizer.state.values()]
+print(json.dumps([told, [(value._values() if value.is_sparse else value).double().sum().item().hex() for value in kept], kept[0]._nnz()]))
+"""
+
+
+@case(types=("fp32",), memory=("floor",))
+def killed_with_sparse_buffers_that_grow(run):
+    if run.offloaded:
+        for kill_at in (1, 2, 5, 7):
+            process = programs.start("-c", SPARSE, run.folder, str(kill_at))
+            process.communicate()
+            assert process.returncode == -signal.SIGKILL, process.returncode
+    return json.loads(programs.start("-c", SPARSE, run.folder if run.offloaded else "", "-1").communicate()[0].splitlines()[-1])
+
+
 if __name__ == "__main__":
     _ = Transformer
     programs = Programs()

@@ -109,6 +109,11 @@ def optimizers_that_run_in_the_process_go_on(run):
 
 
 @case(**ONE)
+def sparse_gradients_are_added_as_dense_ones(run):
+    return launch(run, "sparse")
+
+
+@case(**ONE)
 def attached_again_by_one_before_another_has_closed(run):
     return launch(run, "one_after_another")
 
@@ -301,6 +306,26 @@ def in_process_twice(rank, folder):
                 assert handle is None or handle.step == 3 * life, handle.step
                 lives.append(steps(trained, optimizer, rank, first=3 * life))
         told += lives
+    return told
+
+
+def sparse(rank, folder):
+    """In memory they are dense."""
+    torch.distributed.init_process_group("gloo")
+    makes = (lambda p: torch.optim.SGD(p, 0.1), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.Adagrad(p, 0.1))
+    told = []
+    for number, make in enumerate(makes):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Embedding(40, 16, sparse=folder != "-"), torch.nn.Linear(16, 4))
+        optimizer = make(model.parameters())
+        trained = torch.nn.parallel.DistributedDataParallel(model) if folder == "-" else model
+        with contextlib.nullcontext() if folder == "-" else attach(model, optimizer, folder, job=f"sparse{number}"):
+            for step in range(3):
+                ids = torch.randint(20, (3, 9), generator=torch.Generator().manual_seed(2 * step + rank))
+                trained(ids).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            told += [p.tolist() for p in model.parameters()]
     return told
 
 

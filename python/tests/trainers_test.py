@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 import unittest
@@ -985,9 +986,15 @@ def lightning_resumes_a_checkpoint_that_was_written_before_the_next_step(run):
 
 
 @case(types=("fp32",), memory=("floor",))
-def lightning_that_begins_anew_in_a_job_with_steps_says_so(run):
-    """A run that was killed before its first checkpoint."""
-    fit = _fits(run, "anew")
+def lightning_that_cannot_go_on_in_a_job_with_steps_says_so(run):
+    """The script has a state of its own in the job, which stays."""
+    import lightning
+
+    class Keeps(lightning.Callback):
+        def on_train_batch_start(self, *_):
+            run.handles[-1].trainer_state = b"its own"
+
+    fit = _fits(run, "anew", (Keeps(),))
     with Lines() as lines:
         told = fit(3)
         assert not any("Lightning begins" in line for line in lines), lines
@@ -996,10 +1003,43 @@ def lightning_that_begins_anew_in_a_job_with_steps_says_so(run):
         if run.offloaded:
             fit(2)
             assert sum("job anew is at step 3, and Lightning begins at its first one" in line for line in lines) == 1, lines
-            assert run.handles[0].step == 5
+            assert run.handles[0].step == 5 and run.handles[0].trainer_state == b"its own"
             run.handles.pop().close()
             run.models.clear()
         return told
+
+
+@case(types=("fp32",), memory=("floor",))
+def what_lightning_callbacks_keep_that_cannot_be_kept_is_told_of(run):
+    import lightning
+
+    class Keeps(lightning.Callback):
+        def state_dict(self):
+            return {"lock": threading.Lock()}
+
+    module = lightning_of(run, job="lock")
+    with Lines() as lines:
+        lightning.Trainer(accelerator="cpu", max_steps=3, logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+                          callbacks=[Keeps()]).fit(module, torch.utils.data.DataLoader(Data(), batch_size=2))
+        assert not run.offloaded or sum("Lightning's callbacks, schedulers and data keep is not to be kept" in line for line in lines) == 1, lines
+    return module.told
+
+
+@case(types=("fp32",), memory=("floor",))
+def lightning_that_is_started_again_has_no_steps_left(run):
+    """And with more of them it takes those."""
+    fit = _fits(run, "whole")
+    told = fit(3)
+    if not run.offloaded:
+        run.end()
+        return told, fit(5)[3:]
+    for steps in (3, 5):
+        run.handles.pop().close()
+        run.models.clear()
+        told = [told, fit(steps)]
+        assert run.handles[-1].step == steps
+    assert told[0][1] == [], told
+    return told[0][0], told[1]
 
 
 @case(types=("fp32",), memory=("floor",))
@@ -1308,6 +1348,124 @@ told.append([p.tolist() for p in module.parameters()])
 print(json.dumps([told, hasattr(trainer.optimizers[0], "_offload_part")]))
 """
 
+# Killed at the event of a number: before and after batches, in them, after each step.
+LIGHTNING_KILLED = """
+import json, os, random, signal, sys, warnings
+import lightning, torch
+import offloadd
+
+folder, kind, kill_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
+warnings.simplefilter("ignore")
+torch.manual_seed(0)
+random.seed(0)
+events = 0
+
+def event():
+    global events
+    events += 1
+    if events == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, index):
+        return torch.randn(16, generator=torch.Generator().manual_seed(index)) + torch.randn(16) * 0.1
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        for index in torch.randperm(22).tolist():
+            yield Data()[index]
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 4))
+        self.other = torch.nn.Linear(4, 4)
+        self.automatic_optimization = kind in ("automatic", "plateau")
+
+    def on_train_epoch_start(self):
+        self.seen = []
+
+    def training_step(self, batch, index):
+        event()
+        self.seen.append(index)
+        out = self.layers(batch)
+        loss = out.pow(2).mean()
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        if self.automatic_optimization:
+            loss = loss + self.other(out).mean()
+        elif kind == "manual":
+            optimizer, schedule = self.optimizers(), self.lr_schedulers()
+            self.manual_backward(loss + self.other(out).mean())
+            if index % 2:
+                optimizer.step()
+                event()
+                optimizer.zero_grad()
+                schedule.step()
+        else:
+            losses = (lambda: loss, lambda: self.other(self.layers(batch).detach() + torch.randn(4)).pow(2).mean())
+            for optimizer, its, schedule in zip(self.optimizers(), losses, self.lr_schedulers()):
+                optimizer.zero_grad()
+                self.manual_backward(its())
+                optimizer.step()
+                event()
+                schedule.step()
+        event()
+        return {"loss": loss, "more": loss.detach() * 2}
+
+    def validation_step(self, batch, index):
+        event()
+        self.log("val", self.layers(batch).pow(2).mean())
+
+    def configure_optimizers(self):
+        parts = [self.layers.parameters(), self.other.parameters()] if kind == "several" else [self.parameters()]
+        optimizers = [torch.optim.AdamW(each, 1e-2, fused=True) for each in parts]
+        if folder:
+            offloadd.attach(self, optimizers, nvme_path=folder, ram="128MiB", job="lightning")
+        if kind == "plateau":
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], factor=0.5, patience=0, threshold=0.5)
+            return {"optimizer": optimizers[0], "lr_scheduler": {"scheduler": schedule, "monitor": "val"}}
+        schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 20) for each in optimizers]
+        return optimizers, [{"scheduler": each, "interval": "step"} for each in schedules]
+
+class Notes(lightning.Callback):
+    def __init__(self):
+        self.notes = []
+
+    def state_dict(self):
+        return {"notes": list(self.notes)}
+
+    def load_state_dict(self, state):
+        self.notes = list(state["notes"])
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        event()
+        self.notes.append(index)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        event()
+        self.notes += [index, trainer.global_step] + [outputs["more"].item()] * module.automatic_optimization
+
+    def on_train_epoch_end(self, trainer, module):
+        self.notes += [trainer.current_epoch] + [trainer.callback_metrics["loss"].item()] * module.automatic_optimization
+
+    def on_validation_end(self, trainer, module):
+        event()
+        self.notes.append(trainer.callback_metrics["val"].item())
+
+notes, module = Notes(), Module()
+trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, callbacks=[notes],
+                            max_epochs=3, num_sanity_val_steps=0, val_check_interval=3 if kind != "plateau" else None,
+                            **{"accumulate_grad_batches": 2, "gradient_clip_val": 0.5} if kind == "automatic" else {})
+loader = torch.utils.data.DataLoader(Stream() if kind == "plateau" else Data(), 4, shuffle=kind != "plateau")
+trainer.fit(module, loader, torch.utils.data.DataLoader(Data(), 11))
+told = [[value.double().sum().item() for value in module.state_dict().values()], notes.notes, trainer.global_step, trainer.current_epoch, torch.rand(2).tolist(),
+        random.random(), trainer.optimizers[0].param_groups[0]["lr"]]
+print(json.dumps([told, events]))
+"""
+
 # The first module that is called is one inside of the model; another model is trained beside it; both have buffers.
 BESIDE = """
 import copy, json, os, sys, torch
@@ -1528,6 +1686,28 @@ def killed_and_continued(run):
     finally:
         os.environ.pop("TMPDIR") if before is None else os.environ.update(TMPDIR=before)
     return json.loads(text.splitlines()[-1])
+
+
+def lightning_killed(kind):
+    """At an event of each third of the run, and started again."""
+    def function(run):
+        if not run.offloaded:
+            return json.loads(start(run, LIGHTNING_KILLED, "", kind, "-1").communicate()[0].splitlines()[-1])[0]
+        count = json.loads(start(run, LIGHTNING_KILLED, "", kind, "-1").communicate()[0].splitlines()[-1])[1]
+        chosen = random.Random(kind)
+        for kill_at in [chosen.randrange(3, count // 3) for _ in range(3)]:
+            process = start(run, LIGHTNING_KILLED, run.folder, kind, str(kill_at))
+            process.communicate()
+            assert process.returncode == -signal.SIGKILL, (kill_at, process.returncode)
+        text = start(run, LIGHTNING_KILLED, run.folder, kind, "-1").communicate()[0]
+        return json.loads(text.splitlines()[-1])[0]
+
+    function.__name__ = f"lightning_killed_with_{kind}"
+    case(types=("fp32",), memory=("floor",))(function)
+
+
+for each in ("automatic", "plateau", "manual", "several"):
+    lightning_killed(each)
 
 
 @case(types=("fp32",), memory=("floor",))
