@@ -74,7 +74,7 @@ def train_quantised(run, model, optimizer, first=0):
     def loss_of(step):
         return model(torch.randn(3, 16, generator=torch.Generator().manual_seed(step)).to(run.dtype)).float().pow(2).mean()
 
-    return run.steps(optimizer, loss_of, steps=2, first=3)
+    return run.steps(optimizer, loss_of, steps=2, first=first)
 
 
 @case
@@ -1237,7 +1237,7 @@ def running_statistics_are_resumed(run):
             torch.manual_seed(step)
             return torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.arange(4))
 
-        return run.steps(optimizer, loss_of, steps=2, first=3)
+        return run.steps(optimizer, loss_of, steps=2, first=first)
 
     model = make()
     optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
@@ -1262,7 +1262,7 @@ def around_a_restart(run, build, job, look=lambda handle: None):
         return model, optimizer, run.attach(model, optimizer, job=job)
 
     def train(first):
-        told.extend(run.steps(optimizer, lambda step: model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean(), first=3))
+        told.extend(run.steps(optimizer, lambda step: model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean(), first=first))
         seen.append(look(handle))
 
     model, optimizer, handle = attached()
