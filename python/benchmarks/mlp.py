@@ -22,6 +22,8 @@ def parse():
     parser.add_argument("--pool", help="a directory on a drive with direct I/O")
     parser.add_argument("--ram", help="of offloadd")
     parser.add_argument("--durability", default="step", help="of offloadd")
+    parser.add_argument("--update-in-backward", default="auto", help="of offloadd: auto or never")
+    parser.add_argument("--clip", type=float, default=CLIP, help="of all sides: the largest norm of the gradients, which pass 1 in nearly every step")
     parser.add_argument("--parameters", choices=["cpu", "nvme"], default="nvme", help="where DeepSpeed keeps them")
     parser.add_argument("--optimizer", choices=["cpu", "nvme"], default="nvme", help="where DeepSpeed keeps masters and moments")
     parser.add_argument("--pipelined", action="store_true", help="DeepSpeed reads and writes the optimizer's state beside its arithmetic")
@@ -77,10 +79,11 @@ def train_ordinarily(given):
     import offloadd
     model = build(given)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, BETAS, EPSILON, DECAY, fused=True)
-    attached = offloadd.attach(model, optimizer, nvme_path=given.pool, ram=given.ram, durability=given.durability, job="benchmark-mlp")
+    attached = offloadd.attach(model, optimizer, nvme_path=given.pool, ram=given.ram, durability=given.durability,
+                               update_in_backward=given.update_in_backward, job="benchmark-mlp")
 
     def step_optimizer():
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), given.clip)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -96,7 +99,7 @@ def deepspeed_config(given):
     optimizer = {"device": given.optimizer, **place, "buffer_count": 12 if given.pipelined else 4,
                  "pipeline_read": given.pipelined, "pipeline_write": given.pipelined}
     parameters = {"device": given.parameters, **place, "buffer_count": 12, "buffer_size": elements + 1024, "max_in_cpu": 0}
-    return {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "gradient_clipping": CLIP,
+    return {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "gradient_clipping": given.clip,
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPSILON, "weight_decay": DECAY}},
             "zero_optimization": {"stage": 3, "offload_param": parameters, "offload_optimizer": optimizer, "sub_group_size": 50_000_000,
                                   "reduce_bucket_size": 4_000_000, "stage3_param_persistence_threshold": 10_000,

@@ -129,7 +129,7 @@ def _end(connection):
 
 def _serve(server, lifeline, prepare):
     """Returns in the process of a program only, with what it is asked for."""
-    folder = tempfile.mkdtemp(prefix="programs-")
+    folder = tempfile.mkdtemp(prefix="programs-", dir=os.environ.get("TEST_TMPDIR"))
     interpreter = os.path.join(folder, "python")
     with open(interpreter, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o700)) as file:
         file.write(_INTERPRETER.format(python=os.path.realpath(sys.executable), folder=os.path.dirname(os.path.abspath(__file__)),
