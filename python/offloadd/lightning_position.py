@@ -89,7 +89,8 @@ class _LeavesOut:
 
 class _Run:
     """One fit() of a Trainer. What is kept of its data are the random numbers when the loader was "made", when its iterator has "begun" (None: with the
-    loader), and before the "first" batch of the epoch, and how many batches of the epoch are not of this iterator ("before")."""
+    loader), and before the "first" batch of the epoch, and how many batches of the epoch are not of this iterator ("before"); of several loaders also those
+    before a batch in which a shorter one has begun once more ("cycles")."""
 
     def __init__(self, trainer, call):
         self._of, self._call = weakref.ref(trainer), call
@@ -98,6 +99,7 @@ class _Run:
         self.is_replaying, self._versions_before = False, {}
         self._data, self._packed_data, self._is_first = {}, None, False
         self._loops, self._begun_at, self._numbers = None, 0, None  # of the batch
+        self._fetcher, self._iterators = None, []  # in front of it
         self._kept_last = b""
         self._usual = 0  # steps that the batch before has taken
         self.closure = None  # of the batch, with automatic optimization
@@ -115,13 +117,24 @@ class _Run:
     def begin_batch(self, fetcher):
         if self._is_first:
             self._is_first = False
-            self._note_data(first=random_state())
+            self._note_data(first=random_state(), cycles={})
         if self._handle is not None:
             self._loops, self._begun_at = self._trainer.fit_loop.state_dict(), self._handle.step
-            is_drawn_from = not self._trainer.lightning_module.automatic_optimization or fetcher.length is None  # which fetches one batch ahead
-            self._numbers = random_state() if is_drawn_from else None
+            self._iterators = _iterators_of(fetcher)
+            is_drawn_from = (not self._trainer.lightning_module.automatic_optimization or fetcher.length is None  # which fetches one batch ahead
+                             or len(self._iterators) > 1)
+            self._fetcher, self._numbers = fetcher, random_state() if is_drawn_from else None
+
+    def _note_cycle(self):
+        """Once the batch is fetched."""
+        if len(self._iterators) > 1 and any(now is not before for now, before in zip(_iterators_of(self._fetcher), self._iterators)):
+            number = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1 - self._data["before"]
+            self._note_data(cycles={**self._data["cycles"], number: self._numbers})
+        self._iterators = []
 
     def end_batch(self):
+        if self._loops is not None:
+            self._note_cycle()
         if self._loops is not None and self._handle.is_open:
             self._usual = self._handle.step - self._begun_at or self._usual
         self._loops, self.closure = None, None
@@ -133,6 +146,7 @@ class _Run:
         if handle.trainer_state != self._kept_last:  # the script has a state of its own
             handle.at_steps = None
             return
+        self._note_cycle()
         limit, why = _KEPT_BYTES_MAX // handle.world_size, "too much to be kept with every step"
         try:
             now = self._now()
@@ -294,7 +308,9 @@ class _Run:
             fetched = fetcher.fetched
         fetcher.fetched = fetched
         set_random_state(self._data["first"])
-        for _ in range(loop.batch_progress.current.ready - self._data["before"]):
+        for number in range(loop.batch_progress.current.ready - self._data["before"]):
+            if number in self._data["cycles"]:
+                set_random_state(self._data["cycles"][number])
             next(fetcher)
         fetcher.fetched += self._data["before"]
 
@@ -324,6 +340,11 @@ class _Run:
         closure = sys.modules[type(automatic).__module__].Closure(lambda: result)
         closure._result = result
         return closure
+
+
+def _iterators_of(fetcher):
+    """Of the loaders, as they are now."""
+    return list(getattr(getattr(fetcher.iterator, "_iterator", None), "iterators", ()))
 
 
 def _has_state(loader):
