@@ -76,7 +76,7 @@ def _of_lightning(model):
 def _tell_where_it_begins(model, handle):
     trainer = getattr(model, "_trainer", None)
     if handle.step > 0 and getattr(trainer, "global_step", None) == 0 and hasattr(trainer, "_checkpoint_connector") \
-            and not lightning_position.is_served(trainer):
+            and not lightning_position.is_served(trainer, handle):
         lightning_position.tell_where_it_begins(handle)
 
 
@@ -251,6 +251,8 @@ def _attach(models, optimizers, options, unfreeze, initial_weights, beside, is_o
             handle.load_weights(initial_weights)
         for each, its in zip(models, brought):
             _load_again(each, handle, its)
+        for each in beside:  # around the first module that was called
+            _tell_where_it_begins(each, handle)
         return handle
     except BaseException as error:
         engine.close() if handle is None else handle.end()

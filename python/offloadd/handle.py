@@ -120,6 +120,7 @@ class Handle(Grows, jobs.OfProcess):
         self.last_step = 0  # when it was closed
         self.has_loaded_weights = False
         self._attach(models, unfreeze, beside)
+        self.begun_at = self.step  # when it was attached
         self._places, self._has_told_of_places = self._places_now(), False
         jobs.add(self)
 

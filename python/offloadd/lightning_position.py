@@ -8,7 +8,6 @@ was not stopped. With manual optimization training_step() is called again, and t
 
 import functools
 import importlib
-import io
 import logging
 import pickle
 import sys
@@ -17,38 +16,32 @@ import weakref
 
 import torch
 
-from . import jobs
+from . import jobs, lightning_kept
+from .lightning_kept import Beside
 from .optimizer import loss_of, put_step
 from .position import random_state, set_random_state
 
 _log = logging.getLogger("offloadd")
-_MAGIC = "offloadd.Lightning"
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _KEPT_BYTES_MAX = 900_000  # of all ranks, beside buffers, in a step's state of the trainer
 _SMALL_BYTES = 1 << 16  # of what training_step() has given beside the loss
-_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
-def _bytes_of(data):
-    file = io.BytesIO()
-    torch.save(data, file)
-    return file.getvalue()
+def _is_among(optimizer, others):
+    return any(optimizer is each for each in others)
 
 
-def _kept_in(data):
-    """What was kept in a job; None for a state of the script's own."""
-    try:
-        kept = torch.load(io.BytesIO(data), weights_only=False)  # our own, of this user's job
-    except Exception:
-        return None
-    return kept if isinstance(kept, dict) and kept.get("magic") == _MAGIC else None
+def _optimizers_of(trainer):
+    """Without that which stands for none."""
+    return [each for each in trainer.optimizers if type(each).__name__ != "_MockOptimizer"]
 
 
-def _handle_of(trainer):
-    """The one job that has modules of what is trained."""
-    modules = {id(module) for module in trainer.lightning_module.modules()}
-    handles = [handle for handle in jobs.handles() if handle.is_open and any(id(model) in modules for model in handle.models if model is not None)]
-    return handles[0] if len(handles) == 1 else None
+def _handles_of(trainer):
+    """The jobs that train with optimizers of this fit(), or with the module where that steps others by itself."""
+    if optimizers := _optimizers_of(trainer):
+        return [handle for handle in jobs.handles() if any(_is_among(each, optimizers) for each in handle.optimizers)]
+    modules = set(map(id, trainer.lightning_module.modules()))
+    return [handle for handle in jobs.handles() if any(id(model) in modules for model in handle.models)]
 
 
 def _is_tried(trainer):
@@ -56,77 +49,11 @@ def _is_tried(trainer):
     return trainer.fast_dev_run or type(trainer.logger).__name__ == "DummyLogger"
 
 
-def _detached(outputs):
-    return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in outputs.items()}
-
-
 def tell_where_it_begins(handle):
     """Lightning, which has no checkpoint, in a job that has steps."""
     _log.warning("offloadd: job %s is at step %d, and Lightning begins at its first one, with no checkpoint: it takes all of its steps once more, on what "
                  "the job has. To go on where the run before was, give fit() the last checkpoint, ckpt_path=…; to begin anew name another job, or remove "
                  "this one, offloadctl rm %s %s --yes", handle.job, handle.step, handle.nvme_path, handle.job)
-
-
-_OF_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx", "metric_attribute")
-_OF_LOGGED = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_update_count", "has_reset")
-
-
-def _small(value):
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _logged_in(results):
-    """What self.log() was given in this epoch: of each its options, and what it has come to."""
-    rows = []
-    for key, logged in results.items():
-        meta, sync = logged.meta, logged.meta.sync
-        if sync.group is None:
-            rows.append({"key": key, "meta": {name: getattr(meta, name) for name in _OF_META}, "reduce": meta.reduce_fx.__name__,
-                         "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only, "_op": sync.op}, "is_tensor": logged.is_tensor,
-                         "state": {name: _small(vars(logged)[name]) for name in _OF_LOGGED if name in vars(logged)} if logged.is_tensor else {}})
-    return rows
-
-
-def _log_again(trainer, rows):
-    results = trainer.fit_loop.epoch_loop._results
-    made = sys.modules[type(results).__module__]
-    metrics = {name: module for name, module in trainer.lightning_module.named_modules() if hasattr(module, "_update_count")}
-    for row in rows:
-        meta = made._Metadata(**row["meta"], reduce_fx=getattr(torch, row["reduce"]))
-        meta.sync = made._Sync(fn=trainer.strategy.reduce, **row["sync"])
-        logged = made._ResultMetric(meta, row["is_tensor"])
-        vars(logged).update(row["state"])
-        if not row["is_tensor"]:
-            if meta.metric_attribute not in metrics:
-                continue
-            logged.value = metrics[meta.metric_attribute]
-        results[row["key"]] = logged
-
-
-def _measured_by(model):
-    """What metrics of the module (of torchmetrics) have come to."""
-    measured = {}
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, "_defaults", None), dict) and hasattr(module, "_update_count"):
-            measured[name] = {"_update_count": module._update_count, **{key: _small(getattr(module, key)) for key in module._defaults}}
-    return measured
-
-
-def _measure_again(model, measured):
-    modules = dict(model.named_modules())
-    for name, values in measured.items():
-        for key, value in values.items() if name in modules else ():
-            setattr(modules[name], key, value)
-
-
-def _count_step(scaler):
-    """As its update() after a step that was taken."""
-    state = scaler.state_dict()
-    if state:
-        state["_growth_tracker"] += 1
-        if state["_growth_tracker"] == state["growth_interval"]:
-            state["scale"], state["_growth_tracker"] = state["scale"] * state["growth_factor"], 0
-        scaler.load_state_dict(state)
 
 
 class _LeavesOut:
@@ -162,15 +89,17 @@ class _LeavesOut:
 
 class _Run:
     """One fit() of a Trainer. What is kept of its data are the random numbers when the loader was "made", when its iterator has "begun" (None: with the
-    loader), and before the "first" batch of the epoch, and how many batches of the epoch are not of this iterator ("before")."""
+    loader), and before the "first" batch of the epoch, and how many batches of the epoch are not of this iterator ("before"); of several loaders also those
+    before a batch in which a shorter one has begun once more ("cycles")."""
 
     def __init__(self, trainer, call):
         self._of, self._call = weakref.ref(trainer), call
         self._handle, self._kept, self._buffers = None, None, []
-        self.is_replaying = False
+        self._beside, self._number = None, 0  # of the job; which fit() this is of those with it
+        self.is_replaying, self._versions_before = False, {}
         self._data, self._packed_data, self._is_first = {}, None, False
-        self.is_in_batch = False
         self._loops, self._begun_at, self._numbers = None, 0, None  # of the batch
+        self._fetcher, self._iterators = None, []  # in front of it
         self._kept_last = b""
         self._usual = 0  # steps that the batch before has taken
         self.closure = None  # of the batch, with automatic optimization
@@ -186,19 +115,29 @@ class _Run:
         self._packed_data = None
 
     def begin_batch(self, fetcher):
-        self.is_in_batch = True
         if self._is_first:
             self._is_first = False
-            self._note_data(first=random_state())
+            self._note_data(first=random_state(), cycles={})
         if self._handle is not None:
             self._loops, self._begun_at = self._trainer.fit_loop.state_dict(), self._handle.step
-            is_drawn_from = not self._trainer.lightning_module.automatic_optimization or fetcher.length is None  # which fetches one batch ahead
-            self._numbers = random_state() if is_drawn_from else None
+            self._iterators = _iterators_of(fetcher)
+            is_drawn_from = (not self._trainer.lightning_module.automatic_optimization or fetcher.length is None  # which fetches one batch ahead
+                             or len(self._iterators) > 1)
+            self._fetcher, self._numbers = fetcher, random_state() if is_drawn_from else None
+
+    def _note_cycle(self):
+        """Once the batch is fetched."""
+        if len(self._iterators) > 1 and any(now is not before for now, before in zip(_iterators_of(self._fetcher), self._iterators)):
+            number = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1 - self._data["before"]
+            self._note_data(cycles={**self._data["cycles"], number: self._numbers})
+        self._iterators = []
 
     def end_batch(self):
+        if self._loops is not None:
+            self._note_cycle()
         if self._loops is not None and self._handle.is_open:
             self._usual = self._handle.step - self._begun_at or self._usual
-        self._loops, self.closure, self.is_in_batch = None, None, False
+        self._loops, self.closure = None, None
 
     def _keep(self):
         handle = self._handle
@@ -207,36 +146,37 @@ class _Run:
         if handle.trainer_state != self._kept_last:  # the script has a state of its own
             handle.at_steps = None
             return
+        self._note_cycle()
+        limit, why = _KEPT_BYTES_MAX // handle.world_size, "too much to be kept with every step"
         try:
-            packed, why = self._packed(), "too much to be kept with every step"
+            now = self._now()
+            packed = self._packed(now) if lightning_kept.size_of(now) <= limit else b""
         except Exception as error:  # of what callbacks and data of the program's own keep
             packed, why = b"", f"not to be kept ({error})"
-        if not 0 < len(packed) <= _KEPT_BYTES_MAX // handle.world_size:
+        if not 0 < len(packed) <= limit:
             packed, handle.at_steps = b"", None
             _log.warning("offloadd: what Lightning's callbacks, schedulers and data keep is %s: a run that goes on in job %s needs a checkpoint, "
                          "fit(ckpt_path=…)", why, handle.job)
         handle.trainer_state = self._kept_last = packed
 
-    def _packed(self):
+    def _packed(self, now):
         handle, is_automatic = self._handle, self._trainer.lightning_module.automatic_optimization
         if self._packed_data is None:
-            self._packed_data = _bytes_of(self._data)
-        return _bytes_of({"magic": _MAGIC, "job_step": handle.step + 1, "steps": handle.step + 1 - self._begun_at,
-                          "usual": self._usual or len(handle.optimizers), "is_automatic": is_automatic,
-                          "data": self._packed_data, "numbers": self._numbers, "loops": self._loops, **self._now(),
-                          "outputs": self._outputs() if is_automatic else None})
+            self._packed_data = lightning_kept.bytes_of(self._data)
+        return lightning_kept.marked({"number": self._number, "job_step": handle.step + 1, "steps": handle.step + 1 - self._begun_at,
+                                      "usual": self._usual or len(handle.optimizers), "is_automatic": is_automatic, "data": self._packed_data,
+                                      "numbers": self._numbers, "random": random_state(), "loops": self._loops,
+                                      "outputs": self._outputs() if is_automatic else None, **now})
 
     def _now(self):
         """As it is after the backward pass, and before the step."""
-        trainer, kinds = self._trainer, (bool, int, float, str, tuple, type(None))
-        return {"random": random_state(), "callbacks": self._call._call_callbacks_state_dict(trainer),
+        trainer = self._trainer
+        return {"callbacks": self._call._call_callbacks_state_dict(trainer),
                 "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-                "groups": [[{key: value for key, value in group.items() if isinstance(value, kinds)} for group in optimizer.param_groups]
-                           for optimizer in trainer.optimizers],
-                "precision": trainer.precision_plugin.state_dict(),
+                "groups": list(map(lightning_kept.options_of, trainer.optimizers)), "precision": trainer.precision_plugin.state_dict(),
                 "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else None,
-                "metrics": {name: dict(getattr(trainer._logger_connector, name, {})) for name in _METRICS},
-                "logged": _logged_in(trainer.fit_loop.epoch_loop._results), "measured": _measured_by(trainer.lightning_module)}
+                "metrics": lightning_kept.metrics_of(trainer), "beside": self._beside.changed(),
+                "evaluated_at": trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch}
 
     def _outputs(self):
         """What training_step() has given, which callbacks are told at the end of the batch."""
@@ -259,31 +199,31 @@ class _Run:
     def begin(self):
         """Before on_fit_start: the optimizers are there."""
         trainer = self._trainer
-        handle = _handle_of(trainer)
-        if handle is None:
+        found = _handles_of(trainer)
+        begun = [each for each in found if each.step == each.begun_at > 0]  # else it trains on in this process, as in memory
+        if trainer._checkpoint_connector._loaded_checkpoint:
+            begun = []
+        if _is_tried(trainer) or len(found) != 1 or not all(_is_among(each, found[0].optimizers) for each in _optimizers_of(trainer)):
+            for each in begun:
+                tell_where_it_begins(each)
             return
-        is_begun = handle.step > 0 and not trainer._checkpoint_connector._loaded_checkpoint
-        if _is_tried(trainer):
-            if is_begun:
-                tell_where_it_begins(handle)
-            return
-        self._handle = handle
-        kept = _kept_in(handle.trainer_state)
+        handle = self._handle = found[0]
+        self._beside = Beside(trainer.lightning_module, handle)
+        self._number = _fits[handle] = _fits.get(handle, 0) + 1
+        kept = lightning_kept.kept_in(handle.trainer_state)
         if kept is not None or not handle.trainer_state:
             handle.at_steps, self._kept_last = self._keep, handle.trainer_state
-        if kept is not None and kept["job_step"] != handle.step:
-            kept = None
-        if not is_begun:
+        if not begun or (kept is not None and kept["number"] < self._number):  # the job has no step of this fit()
             return
-        if kept is None:
+        if kept is None or (kept["job_step"], kept["number"]) != (handle.step, self._number):
             tell_where_it_begins(handle)
             return
         _log.warning("offloadd: continuing at step %d, where job %s is; no checkpoint is read", handle.step, handle.job)
         if kept["steps"] < kept["usual"]:
-            _log.warning("offloadd: the run before was stopped between the steps of a batch. training_step() goes on behind step %d of it: what it has computed "
-                         "in front of that, and what a further step of the batch makes use of, it computes with the weights that are there now", kept["steps"])
-        self._kept = kept
-        self._data = torch.load(io.BytesIO(kept["data"]), weights_only=False)
+            _log.warning("offloadd: the run before was stopped between the steps of a batch. training_step() goes on behind step %d of it: what it has "
+                         "computed in front of that, and what a further step of the batch makes use of, it computes with the weights that are there now",
+                         kept["steps"])
+        self._kept, self._data = kept, lightning_kept.data_of(kept["data"])
         self._buffers = [(buffer, buffer.clone()) for model in handle.models if model is not None for buffer in model.buffers()]
         self._load()
         trainer.fit_loop.load_state_dict(kept["loops"])
@@ -298,30 +238,43 @@ class _Run:
         for config, state in zip(trainer.lr_scheduler_configs, kept["schedulers"]):
             config.scheduler.load_state_dict(state)
         for optimizer, groups in zip(trainer.optimizers, kept["groups"]):
-            for group, options in zip(optimizer.param_groups, groups):
-                group.update(options)
+            lightning_kept.give_options(optimizer, groups)
+        self._beside.give(kept["beside"])
 
     def _take_step(self):
         """All is as it was before the step, and is going to be."""
         trainer, kept = self._trainer, self._kept
+        self._tell_of_writes()
         self._load()
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)
-        for name, values in kept["metrics"].items():
-            getattr(trainer._logger_connector, name).update(values)
-        _log_again(trainer, kept["logged"])
-        _measure_again(trainer.lightning_module, kept["measured"])
+        lightning_kept.give_metrics(trainer, kept["metrics"])
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and kept["is_automatic"]:
-            _count_step(scaler)
+            lightning_kept.count_step(scaler)
         set_random_state(kept["random"])
 
-    def before_loader(self):
+    def _versions(self):
+        return {name: parameter._version for name, parameter in self._trainer.lightning_module.named_parameters() if not parameter.is_inference()}
+
+    def _tell_of_writes(self):
+        """The job has what was written in front of the step."""
+        written = [name for name, version in self._versions().items() if self._versions_before.get(name, version) != version]
+        if written:
+            _log.warning("offloadd: what the program writes into parameters in front of a step (on_train_batch_start(), or training_step() with manual "
+                         "optimization) was written once more in front of step %d of job %s, which has it: %s. A run that was not stopped has written it once",
+                         self._handle.step, self._handle.job, ", ".join(written[:3]) + (f" and {len(written) - 3} more" if len(written) > 3 else ""))
+
+    def make_loader(self, loop, make):
+        """The loop's setup_data(), where it makes one."""
         if not self.goes_on:
-            self._note_data(made=random_state(), begun=None)
-        elif "made" in self._data:
+            self._note_data(made=random_state(), begun=None, made_at=self._trainer.current_epoch)
+            make()
+        else:
             set_random_state(self._data["made"])
+            make()
+            loop._last_train_dl_reload_epoch = self._data["made_at"]
 
     def begin_epoch(self, loop, fetcher, begin):
         """The loop's on_run_start()."""
@@ -339,6 +292,7 @@ class _Run:
         loop.restarting = False
         loop.reset_restart_stage()
         loop.val_loop.reset_restart_stage()
+        loop.val_loop._last_val_dl_reload_epoch = self._kept["evaluated_at"]
         loaders = self._trainer.fit_loop._combined_loader.flattened
         if not all(map(_has_state, loaders)):
             self._fetch_again(loop, fetcher, fetched)
@@ -354,7 +308,9 @@ class _Run:
             fetched = fetcher.fetched
         fetcher.fetched = fetched
         set_random_state(self._data["first"])
-        for _ in range(loop.batch_progress.current.ready - self._data["before"]):
+        for number in range(loop.batch_progress.current.ready - self._data["before"]):
+            if number in self._data["cycles"]:
+                set_random_state(self._data["cycles"][number])
             next(fetcher)
         fetcher.fetched += self._data["before"]
 
@@ -363,7 +319,7 @@ class _Run:
         kept, plugin, automatic = self._kept, self._trainer.precision_plugin, loop.automatic_optimization
         self._begun_at, self._loops, self._numbers = self._handle.step - kept["steps"], kept["loops"], kept["numbers"]
         left = _LeavesOut(self._handle.optimizers, kept["steps"], self._take_step)
-        self.is_replaying = True
+        self.is_replaying, self._versions_before = True, self._versions()
         try:
             if kept["is_automatic"]:
                 automatic._make_closure = lambda *_: self._closure_again(automatic)
@@ -385,22 +341,26 @@ class _Run:
         closure._result = result
         return closure
 
+
+def _iterators_of(fetcher):
+    """Of the loaders, as they are now."""
+    return list(getattr(getattr(fetcher.iterator, "_iterator", None), "iterators", ()))
+
+
 def _has_state(loader):
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 # ---- In Lightning ----
 
-_runs = weakref.WeakKeyDictionary()
-
-
-def is_served(trainer):
-    """Whether fit() of this Trainer has yet to ask where it goes on."""
-    run = _runs.get(trainer)
-    return (run is None or not run.is_in_batch) and any(type(trainer).__module__.startswith(each) for each in _served)
-
-
+_runs = weakref.WeakKeyDictionary()  # of Trainers, the last fit() of each
+_fits = weakref.WeakKeyDictionary()  # of handles, how many fit() have trained their jobs
 _served = []
+
+
+def is_served(trainer, handle):
+    """Whether fit() of this Trainer has yet to ask where it goes on: it has no optimizers of the job."""
+    return any(type(trainer).__module__.startswith(each) for each in _served) and not any(_is_among(each, trainer.optimizers) for each in handle.optimizers)
 
 
 def _put(owner, name, make):
@@ -424,7 +384,8 @@ def _serve(package):
                                    ("trainer.call", "loops.fit_loop", "loops.training_epoch_loop", "loops.optimization.automatic"))
     fit_loop, epoch_loop, optimization = fit._FitLoop, epoch._TrainingEpochLoop, automatic._AutomaticOptimization
     for owner, names in ((call, ("_call_callback_hooks", "_call_lightning_module_hook", "_call_callbacks_state_dict", "_call_callbacks_load_state_dict")),
-                         (fit_loop, ("setup_data", "on_advance_start", "_should_reload_train_dl")), (epoch_loop, ("on_run_start", "reset", "advance")),
+                         (fit_loop, ("setup_data", "on_advance_start", "_should_reload_train_dl", "is_resuming", "restarted_mid_epoch")),
+                         (epoch_loop, ("on_run_start", "reset", "advance", "reset_restart_stage")),
                          (optimization, ("_make_closure",)), (automatic, ("Closure",))):
         for name in names:
             getattr(owner, name)
@@ -435,9 +396,9 @@ def _serve(package):
                 _runs[trainer] = _Run(trainer, call)
                 _runs[trainer].begin()
             run = _runs.get(trainer)
-            if hook_name == "on_train_batch_start" and run is not None and run.is_replaying:
-                return None  # what they keep is as it was after it
-            return original(trainer, hook_name, *args, **kwargs)
+            told = original(trainer, hook_name, *args, **kwargs)
+            is_left_out = hook_name == "on_train_batch_start" and run is not None and run.is_replaying
+            return None if is_left_out else told  # that the epoch ends: it took its step
 
         return hooks
 
@@ -445,7 +406,7 @@ def _serve(package):
         def setup_data(loop):
             run = _runs.get(loop.trainer)
             if run is not None and (loop._combined_loader is None or loop._should_reload_train_dl):
-                run.before_loader()
+                return run.make_loader(loop, lambda: original(loop))
             return original(loop)
 
         return setup_data

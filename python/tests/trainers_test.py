@@ -1085,6 +1085,179 @@ def trained_in_turn(run, module):
     return module.told, weights
 
 
+QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+def lightning_of_before(run, job):
+    """A module that is attached before fit(), and has a small model in `part`."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.part, self.told = run.make(lambda: torch.nn.Linear(16, 8)), []
+            self.optimizer = torch.optim.AdamW(self.part.parameters(), 1e-2, fused=True)
+
+        def training_step(self, batch, index):
+            loss = self.part(batch).square().mean()
+            self.told.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            return self.optimizer
+
+    module = Module()
+    run.attach(module, module.optimizer, job=job)
+    return module
+
+
+def rows_of(seed):
+    return torch.utils.data.DataLoader(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)), batch_size=2)
+
+
+@case(types=("fp32",), memory=("floor",))
+def lightning_fits_more_than_once_in_one_job(run):
+    """As in memory, on what it has: with one Trainer, which goes on, and with another; started again it says that it begins at its first step."""
+    import lightning
+
+    with Lines() as lines:
+        module, trainer = lightning_of_before(run, "phases"), lightning.Trainer(max_epochs=2, **QUIET)
+        trainer.fit(module, rows_of(0))
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, rows_of(1))
+        lightning.Trainer(max_epochs=2, **QUIET).fit(module, rows_of(2))
+        assert not any("Lightning begins" in line or "continuing at step" in line for line in lines), lines
+        told = trained_in_turn(run, module)
+        if run.offloaded:
+            again = lightning_of_before(run, "phases")
+            lightning.Trainer(max_epochs=2, **QUIET).fit(again, rows_of(0))
+            assert run.handles[-1].step == 28, run.handles
+            run.end()
+            assert sum("job phases is at step 20, and Lightning begins" in line for line in lines) == 1, lines
+    return told
+
+
+@case(types=("fp32",), memory=("floor",))
+def lightning_beside_a_job_that_another_has_trained(run):
+    """A teacher, whose job says where its own fit() was."""
+    import lightning
+
+    def train(steps):
+        teacher = lightning_of_before(run, "teacher")
+        lightning.Trainer(max_steps=steps, **QUIET).fit(teacher, rows_of(0))
+        return teacher
+
+    teacher = train(3)
+    if run.offloaded:
+        run.end()
+        teacher = train(3)
+
+    class Student(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.teacher, self.layer, self.told = teacher, torch.nn.Linear(16, 8), []
+            torch.nn.init.ones_(self.layer.weight)
+            torch.nn.init.zeros_(self.layer.bias)
+
+        def training_step(self, batch, index):
+            with torch.no_grad():
+                wanted = self.teacher.part(batch)
+            loss = (self.layer(batch) - wanted).square().mean()
+            self.told.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.layer.parameters(), 0.1)
+
+    student = Student()
+    with Lines() as lines:
+        lightning.Trainer(max_epochs=1, **QUIET).fit(student, rows_of(1))
+        assert not lines, lines
+    return student.told, trained_in_turn(run, teacher)[1]
+
+
+@case(types=("fp32",), memory=("floor",))
+def lightning_with_two_jobs_says_where_it_begins(run):
+    import lightning
+
+    class Both(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.told = lightning_of_before(run, "one"), lightning_of_before(run, "two"), []
+            self.automatic_optimization = False
+
+        def training_step(self, batch, index):
+            for each, optimizer in zip((self.one, self.two), self.optimizers()):
+                optimizer.zero_grad()
+                self.manual_backward(each.training_step(batch, index))
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return self.one.optimizer, self.two.optimizer
+
+    with Lines() as lines:
+        lightning.Trainer(max_epochs=1, **QUIET).fit(both := Both(), rows_of(0))
+        assert not any("Lightning begins" in line for line in lines), lines
+        told = trained_in_turn(run, both)[1]
+        if run.offloaded:
+            lightning.Trainer(max_epochs=1, **QUIET).fit(Both(), rows_of(0))
+            run.end()
+            assert sum(f"job {name} is at step 4, and Lightning begins" in line for line in lines for name in ("one", "two")) == 2, lines
+    return both.one.told, both.two.told, told
+
+
+@case(types=("fp32",), memory=("floor",))
+def what_a_lightning_callback_writes_in_front_of_a_step_is_told_of(run):
+    """A run that goes on calls it once more for the batch of the last step."""
+    import lightning
+
+    class Shrinks(lightning.Callback):
+        def on_train_batch_start(self, trainer, module, *_):
+            with torch.no_grad():
+                module.part.bias.mul_(0.5)
+
+    module = lightning_of_before(run, "shrinks")
+    with Lines() as lines:
+        lightning.Trainer(max_steps=3, callbacks=[Shrinks()], **QUIET).fit(module, rows_of(0))
+        told = trained_in_turn(run, module)
+        if run.offloaded:
+            lightning.Trainer(max_steps=3, callbacks=[Shrinks()], **QUIET).fit(lightning_of_before(run, "shrinks"), rows_of(0))
+            run.end()
+            assert sum("was written once more in front of step 3 of job shrinks, which has it: part.bias." in line for line in lines) == 1, lines
+    return told
+
+
+@case(types=("fp32",), memory=("floor",))
+def lightning_of_an_older_release_is_left_as_it_is(_):
+    """It has no name that goes on with a run."""
+    import lightning.pytorch as current
+    from offloadd import lightning_position
+
+    def older(name, **classes):
+        made = sys.modules[f"older.{name}"] = types.ModuleType(f"older.{name}")
+        vars(made).update(classes)
+        return made
+
+    loops = current.loops
+    kept = {name: vars(loops.fit_loop._FitLoop)[name] for name in ("setup_data", "on_advance_start", "_should_reload_train_dl", "restarted_mid_epoch")}
+    names = ("older.trainer", "older.loops", "older.loops.optimization", "older")
+    for name in names:
+        sys.modules[name] = types.ModuleType(name)
+    older("trainer.call", **vars(current.trainer.call))
+    fit = older("loops.fit_loop", _FitLoop=type("_FitLoop", (), kept))
+    older("loops.training_epoch_loop", _TrainingEpochLoop=loops.training_epoch_loop._TrainingEpochLoop)
+    older("loops.optimization.automatic", **vars(loops.optimization.automatic))
+    try:
+        lightning_position._serve("older")
+        raise AssertionError("it was served")
+    except AttributeError as error:
+        assert "is_resuming" in str(error), error
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "older"]:
+            del sys.modules[name]
+    assert fit._FitLoop.setup_data is kept["setup_data"]
+
+
 @case(**FP32)
 def lightning_looks_for_a_rate_first(run):
     import lightning.pytorch.tuner
@@ -1350,8 +1523,8 @@ print(json.dumps([told, hasattr(trainer.optimizers[0], "_offload_part")]))
 
 # Killed at the event of a number: before and after batches, in them, after each step.
 LIGHTNING_KILLED = """
-import json, os, random, signal, sys, warnings
-import lightning, torch
+import json, os, random, signal, sys, time, warnings
+import lightning, torch, torchmetrics
 import offloadd
 
 folder, kind, kill_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -1383,7 +1556,13 @@ class Module(lightning.LightningModule):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 4))
         self.other = torch.nn.Linear(4, 4)
-        self.automatic_optimization = kind in ("automatic", "plateau")
+        self.automatic_optimization = kind in ("automatic", "plateau", "part")
+        if kind == "part":
+            self.measures = torchmetrics.MetricCollection({"squared": torchmetrics.MeanSquaredError(), "root": torchmetrics.MeanSquaredError(squared=False)})
+            self.register_buffer("average", torch.zeros(4))
+
+    def train_dataloader(self):
+        return [torch.utils.data.DataLoader(data, 4, shuffle=True) for data in (Data(), torch.utils.data.Subset(Data(), range(8)))]
 
     def on_train_epoch_start(self):
         self.seen = []
@@ -1391,9 +1570,13 @@ class Module(lightning.LightningModule):
     def training_step(self, batch, index):
         event()
         self.seen.append(index)
+        batch = sum(each[:2] for each in batch) if kind == "part" else batch
         out = self.layers(batch)
         loss = out.pow(2).mean()
         self.log("loss", loss, on_step=False, on_epoch=True)
+        if kind == "part":
+            self.measures.update(out, torch.zeros_like(out))
+            self.average.lerp_(out.detach().mean(0), 0.1)
         if self.automatic_optimization:
             loss = loss + self.other(out).mean()
         elif kind == "manual":
@@ -1421,9 +1604,9 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self):
         parts = [self.layers.parameters(), self.other.parameters()] if kind == "several" else [self.parameters()]
-        optimizers = [torch.optim.AdamW(each, 1e-2, fused=True) for each in parts]
+        optimizers = [torch.optim.AdamW(each, torch.tensor(1e-2) if kind == "part" else 1e-2, fused=True) for each in parts]
         if folder:
-            offloadd.attach(self, optimizers, nvme_path=folder, ram="128MiB", job="lightning")
+            offloadd.attach([self.layers, self.other] if kind == "part" else self, optimizers, nvme_path=folder, ram="128MiB", job="lightning")
         if kind == "plateau":
             schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], factor=0.5, patience=0, threshold=0.5)
             return {"optimizer": optimizers[0], "lr_scheduler": {"scheduler": schedule, "monitor": "val"}}
@@ -1443,13 +1626,19 @@ class Notes(lightning.Callback):
     def on_train_batch_start(self, trainer, module, batch, index):
         event()
         self.notes.append(index)
+        self.began = time.monotonic()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
         event()
+        assert time.monotonic() >= self.began
+        module.log("more", outputs["more"] if module.automatic_optimization else 0.0, on_step=False, on_epoch=True)
         self.notes += [index, trainer.global_step] + [outputs["more"].item()] * module.automatic_optimization
 
     def on_train_epoch_end(self, trainer, module):
-        self.notes += [trainer.current_epoch] + [trainer.callback_metrics["loss"].item()] * module.automatic_optimization
+        self.notes += [trainer.current_epoch] + [trainer.callback_metrics[name].item() for name in ("loss", "more")] * module.automatic_optimization
+        if kind == "part":
+            self.notes += [value.item() for value in module.measures.compute().values()]
+            module.measures.reset()
 
     def on_validation_end(self, trainer, module):
         event()
@@ -1457,12 +1646,13 @@ class Notes(lightning.Callback):
 
 notes, module = Notes(), Module()
 trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, callbacks=[notes],
-                            max_epochs=3, num_sanity_val_steps=0, val_check_interval=3 if kind != "plateau" else None,
+                            max_epochs=7 if kind == "part" else 3, num_sanity_val_steps=0, val_check_interval=3 if kind != "plateau" else None,
+                            reload_dataloaders_every_n_epochs=2 * (kind == "part"),
                             **{"accumulate_grad_batches": 2, "gradient_clip_val": 0.5} if kind == "automatic" else {})
 loader = torch.utils.data.DataLoader(Stream() if kind == "plateau" else Data(), 4, shuffle=kind != "plateau")
-trainer.fit(module, loader, torch.utils.data.DataLoader(Data(), 11))
+trainer.fit(module, None if kind == "part" else loader, torch.utils.data.DataLoader(Data(), 11))
 told = [[value.double().sum().item() for value in module.state_dict().values()], notes.notes, trainer.global_step, trainer.current_epoch, torch.rand(2).tolist(),
-        random.random(), trainer.optimizers[0].param_groups[0]["lr"]]
+        random.random(), float(trainer.optimizers[0].param_groups[0]["lr"])]
 print(json.dumps([told, events]))
 """
 
@@ -1553,9 +1743,14 @@ def untouched_script_that_trains_in_forked_processes(run):
 
 @case(types=("fp32",), memory=("floor",))
 def untouched_script_with_lightning(run):
-    """Which runs the first forward pass inside of the first step()."""
+    """Which runs the first forward pass inside of the first step(). Started again it says that it begins at its first one."""
     launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
-    told, attached = json.loads(start(run, LIGHTNING, launcher=launcher).communicate()[0].splitlines()[-1])
+    text, lines = start(run, LIGHTNING, launcher=launcher).communicate()
+    told, attached = json.loads(text.splitlines()[-1])
+    assert "Lightning begins" not in lines, lines
+    if run.offloaded:
+        lines = start(run, LIGHTNING, launcher=launcher).communicate()[1]
+        assert lines.count("is at step 6, and Lightning begins at its first one") == 1, lines
     return told, attached == run.offloaded
 
 
@@ -1706,7 +1901,7 @@ def lightning_killed(kind):
     case(types=("fp32",), memory=("floor",))(function)
 
 
-for each in ("automatic", "plateau", "manual", "several"):
+for each in ("automatic", "plateau", "manual", "several", "part"):
     lightning_killed(each)
 
 
