@@ -390,8 +390,7 @@ void SixteenBitsRead(const Arguments& arguments) {
 void SixteenBitsSearched(const Arguments& arguments) {
   Linear model(64, 64);
   model->to(torch::kBFloat16);
-  torch::optim::LBFGS optimizer(model->parameters(),
-                                torch::optim::LBFGSOptions(1e-1).max_iter(4));
+  torch::optim::LBFGS optimizer(model->parameters(), torch::optim::LBFGSOptions(1e-1).max_iter(4));
   const Tensor x = torch::randn({4, 64}, torch::kBFloat16);
   for (int step = 0; step < arguments.loops.front(); ++step) {
     const Tensor loss = optimizer.step([&] {

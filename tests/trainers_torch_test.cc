@@ -1108,8 +1108,8 @@ struct WithBuffers : nn::Module {
     count.add_(1);
     flags[step % 7] = true;
     big[step].add_(static_cast<double>(step) + 0.5);
-    turned.add_(c10::complex<double>(1, static_cast<double>(step)));
-    negated.add_(static_cast<double>(step));
+    turned.add_(c10::complex<double>(1, static_cast<double>(step) + 1));
+    negated.add_(static_cast<double>(step) + 1);
     return norm(layer(x)) * (1 + big.sum());
   }
   nn::Linear layer{nullptr};
