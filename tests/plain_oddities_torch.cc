@@ -343,6 +343,66 @@ void DoublePrecision(const Arguments& arguments) {
   }
 }
 
+// Weights of 16 bits beside others: half of them is thawed for the second phase.
+void SixteenBits(const Arguments& arguments) {
+  Linear model(64, 64), head(64, 64), exact(64, 64);
+  model->to(torch::kBFloat16);
+  head->to(torch::kBFloat16);
+  for (const Tensor& parameter : head->parameters()) parameter.requires_grad_(false);
+  std::vector<Tensor> parameters;
+  for (const Linear& part : {model, head, exact}) {
+    for (const Tensor& parameter : part->parameters()) parameters.push_back(parameter);
+  }
+  for (int phase = 0; phase < 2; ++phase) {
+    SGD optimizer(parameters, torch::optim::SGDOptions(1e-2).momentum(0.9));
+    for (int step = 0; step < arguments.loops.front(); ++step) {
+      const Tensor x = torch::randn({4, 64}, torch::kBFloat16);
+      const Tensor loss =
+          exact->forward(head->forward(model->forward(x)).to(torch::kFloat)).square().mean();
+      loss.backward();
+      optimizer.step();
+      optimizer.zero_grad();
+      PrintStep(step, loss);
+    }
+    for (const Tensor& parameter : head->parameters()) parameter.requires_grad_(true);
+  }
+}
+
+// They are read only, and what is trained has 32 bits.
+void SixteenBitsRead(const Arguments& arguments) {
+  Linear model(64, 64), head(64, 64);
+  model->to(torch::kBFloat16);
+  for (const Tensor& parameter : model->parameters()) parameter.requires_grad_(false);
+  std::vector<Tensor> parameters = model->parameters();
+  for (const Tensor& parameter : head->parameters()) parameters.push_back(parameter);
+  SGD optimizer(parameters, torch::optim::SGDOptions(1e-2).momentum(0.9));
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    const Tensor x = torch::randn({4, 64}, torch::kBFloat16);
+    const Tensor loss = head->forward(model->forward(x).to(torch::kFloat)).square().mean();
+    loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    PrintStep(step, loss);
+  }
+}
+
+// LBFGS has no masters.
+void SixteenBitsSearched(const Arguments& arguments) {
+  Linear model(64, 64);
+  model->to(torch::kBFloat16);
+  torch::optim::LBFGS optimizer(model->parameters(), torch::optim::LBFGSOptions(1e-1).max_iter(4));
+  const Tensor x = torch::randn({4, 64}, torch::kBFloat16);
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    const Tensor loss = optimizer.step([&] {
+      optimizer.zero_grad();
+      Tensor value = (model->forward(x) - 1).square().mean();
+      value.backward();
+      return value;
+    });
+    PrintStep(step, loss);
+  }
+}
+
 void ComplexWeights(const Arguments&) {
   Linear model(64, 64);
   model->to(torch::kComplexFloat);
@@ -517,6 +577,9 @@ int main(int argc, char** argv) {
       {"closures", Closures},
       {"no_optimizer", NoOptimizer},
       {"double_precision", DoublePrecision},
+      {"sixteen_bits", SixteenBits},
+      {"sixteen_bits_read", SixteenBitsRead},
+      {"sixteen_bits_searched", SixteenBitsSearched},
       {"complex_weights", ComplexWeights},
       {"own_function", OwnFunction},
       {"environment", Environment},

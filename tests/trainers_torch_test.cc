@@ -1101,16 +1101,20 @@ struct WithBuffers : nn::Module {
     count = register_buffer("count", torch::zeros({}, at::kLong));
     flags = register_buffer("flags", torch::zeros({7}, at::kBool));
     big = register_buffer("big", torch::zeros({400, 333}));
+    turned = register_buffer("turned", torch::conj(torch::zeros({9}, at::kComplexFloat)));
+    negated = register_buffer("negated", torch::_neg_view(torch::zeros({5})));
   }
   Tensor forward(const Tensor& x, int64_t step) {
     count.add_(1);
     flags[step % 7] = true;
     big[step].add_(static_cast<double>(step) + 0.5);
+    turned.add_(c10::complex<double>(1, static_cast<double>(step) + 1));
+    negated.add_(static_cast<double>(step) + 1);
     return norm(layer(x)) * (1 + big.sum());
   }
   nn::Linear layer{nullptr};
   nn::BatchNorm1d norm{nullptr};
-  Tensor count, flags, big;
+  Tensor count, flags, big, turned, negated;
 };
 
 std::vector<Tensor> TrainWithBuffers(const std::string& job, int64_t steps, bool kill_after) {

@@ -254,6 +254,20 @@ class UntouchedTest(unittest.TestCase):
     def test_a_model_of_double_precision(self):
         self.check_oddity("double_precision")
 
+    def test_masters_of_16_bits_are_said_once(self):
+        result = self.oddity("sixteen_bits")
+        self.assertEqual((result.code, len(result.steps())), (0, 8), result.error)
+        self.assertEqual(result.error.count("are trained on fp32 masters"), 1, result.error)
+        self.assertIn("offloadctl run: 4160 parameters of 16 bits are trained on fp32 masters, as in every job", result.error)
+        resumed = self.oddity("sixteen_bits", options=["--resume"])
+        self.assertIn("offloadctl run: 4160 parameters of 16 bits are trained on fp32 masters", resumed.error)
+
+    def test_nothing_is_said_of_16_bits_that_are_only_read(self):
+        self.assertNotIn("masters", self.check_oddity("sixteen_bits_read").error)
+
+    def test_nothing_is_said_of_16_bits_that_lbfgs_trains_as_they_are(self):
+        self.assertNotIn("masters", self.check_oddity("sixteen_bits_searched").error)
+
     def test_models_that_cannot_be_attached_are_refused(self):
         self.check_refused(self.oddity("complex_weights"), "OFD-1601 ")
 

@@ -40,7 +40,8 @@ at::Tensor InOrder(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
   // One that was constructed outside memory has no bytes to point to.
   if (Residency::Of(tensor) != nullptr) return tensor.detach().clone(at::MemoryFormat::Contiguous);
-  return tensor.detach().contiguous().cpu();
+  // The bytes of a conjugated or negated view are not its values.
+  return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu();
 }
 
 void Append(std::string& to, const void* bytes, size_t size_bytes) {

@@ -214,7 +214,8 @@ absl::Status WeightFile::ReadBuffer(const FileWeight& buffer) {
 
 absl::Status AppendBuffer(const FileWeight& buffer, HfCheckpointWriter& writer) {
   const at::NoGradGuard no_grad;
-  const at::Tensor bytes = buffer.tensor.detach().contiguous().cpu();
+  // The bytes of a conjugated or negated view are not its values.
+  const at::Tensor bytes = buffer.tensor.detach().resolve_conj().resolve_neg().contiguous().cpu();
   return writer.Append(buffer.name, std::span(static_cast<const std::byte*>(bytes.const_data_ptr()),
                                               bytes.numel() * bytes.element_size()));
 }

@@ -171,6 +171,22 @@ bool HasGradients(const ParamGroups& groups) {
   });
 }
 
+// Of an optimizer that runs unmodified there are none.
+bool HasMasters(const OptimizerOptions& options) {
+  return dynamic_cast<const torch::optim::LBFGSOptions*>(&options) == nullptr;
+}
+
+int64_t CountOf16Bits(const ParamGroups& groups) {
+  int64_t count = 0;
+  for (const OptimizerParamGroup& group : groups) {
+    for (const at::Tensor& tensor : group.params()) {
+      const bool counts = tensor.requires_grad() && tensor.element_size() == 2;
+      count += counts ? tensor.numel() : 0;
+    }
+  }
+  return count;
+}
+
 // What one keeps becomes what the other keeps, by way of libtorch's own format.
 void MoveState(Optimizer& from, Optimizer& to) {
   const WithoutMark without(from);
@@ -464,6 +480,7 @@ void Watch::Attach() {
   *has_attached_ = true;
   attached_by_ = ::getpid();
   SayAttached();
+  for (const Seen& seen : optimizers_) SayMasters(seen);
   std::atexit([] { Watch::OfProcess().Commit(); });
 }
 
@@ -494,6 +511,18 @@ void Watch::SayAttached() const {
                    engine_->step(),
                    " steps: weights, buffers and what the optimizer keeps are the job's; what the "
                    "program counts itself begins anew"));
+}
+
+// Also of those that are thawed, added or trained by another optimizer later: the first are told.
+void Watch::SayMasters(const Seen& seen) {
+  if (has_said_masters_ || seen.attached == nullptr || !HasMasters(*seen.defaults)) return;
+  const int64_t count = CountOf16Bits(seen.attached->param_groups());
+  if (count == 0) return;
+  has_said_masters_ = true;
+  Say(absl::StrCat(count,
+                   " parameters of 16 bits are trained on fp32 masters, as in every job, and not "
+                   "with torch's state of 16 bits: results differ from those of the program in "
+                   "memory (docs/attach.md)"));
 }
 
 // ---- Steps --------------------------------------------------------------------------------------
@@ -587,6 +616,7 @@ void Watch::Follow(Optimizer& optimizer, Seen& seen) {
   }
   CopyGroups(optimizer, *seen.attached);
   seen.groups = ParamGroups(optimizer.param_groups());
+  SayMasters(seen);
 }
 
 Optimizer* Watch::BeforeFile(Optimizer& optimizer) {

@@ -129,6 +129,7 @@ class Watch {
   void CheckGroups(const torch::optim::Optimizer& optimizer, const Seen& seen);
   void Follow(torch::optim::Optimizer& optimizer, Seen& seen);
   void SayAttached() const;
+  void SayMasters(const Seen& seen);
   void CloseEngine();
 
   const Options options_;
@@ -147,6 +148,7 @@ class Watch {
   std::shared_ptr<torch::nn::Module> model_;
   std::unordered_set<const void*> attached_tensors_;  // TensorImpl, of the job's parameters
   size_t later_count_ = 0;  // of parameters that were made since the attach
+  bool has_said_masters_ = false;
 };
 
 // Says why on standard error and ends the process at once, with exit status 1.
