@@ -403,6 +403,29 @@ void SixteenBitsSearched(const Arguments& arguments) {
   }
 }
 
+// A forward pass that writes a buffer before it has gradients.
+void PowerIteration(const Arguments& arguments) {
+  struct Normed : torch::nn::Module {
+    Linear layer = register_module("layer", Linear(64, 64));
+    Tensor u = register_buffer("u", torch::ones({64}));
+  };
+  const auto model = std::make_shared<Normed>();
+  SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9));
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    {
+      const torch::NoGradGuard no_grad;
+      const Tensor next = model->layer->weight.mv(model->layer->weight.t().mv(model->u));
+      model->u.copy_(next / next.norm());
+    }
+    const Tensor norm = model->u.dot(model->layer->weight.mv(model->u));
+    const Tensor loss = (model->layer->forward(torch::randn({4, 64})) / norm).square().mean();
+    loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    PrintStep(step, loss);
+  }
+}
+
 void ComplexWeights(const Arguments&) {
   Linear model(64, 64);
   model->to(torch::kComplexFloat);
@@ -580,6 +603,7 @@ int main(int argc, char** argv) {
       {"sixteen_bits", SixteenBits},
       {"sixteen_bits_read", SixteenBitsRead},
       {"sixteen_bits_searched", SixteenBitsSearched},
+      {"power_iteration", PowerIteration},
       {"complex_weights", ComplexWeights},
       {"own_function", OwnFunction},
       {"environment", Environment},

@@ -268,6 +268,13 @@ class UntouchedTest(unittest.TestCase):
     def test_nothing_is_said_of_16_bits_that_lbfgs_trains_as_they_are(self):
         self.assertNotIn("masters", self.check_oddity("sixteen_bits_searched").error)
 
+    def test_buffers_that_a_resumed_run_has_written_before_the_attach_are_told(self):
+        text = "buffers were written without gradients before the job's took their place"
+        self.assertNotIn(text, self.check_oddity("power_iteration").error)
+        resumed = self.oddity("power_iteration", options=["--resume"])
+        self.assertEqual((resumed.code, len(resumed.steps())), (0, 4), resumed.error)
+        self.assertEqual(resumed.error.count(text), 1, resumed.error)
+
     def test_models_that_cannot_be_attached_are_refused(self):
         self.check_refused(self.oddity("complex_weights"), "OFD-1601 ")
 

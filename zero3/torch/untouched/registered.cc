@@ -98,6 +98,15 @@ void Registered::AddNames(const NamedTensors& parameters, const NamedTensors& bu
     names_.push_back(std::move(names));
 }
 
+int64_t Registered::CountBufferWrites() const {
+  int64_t count = 0;
+  for (const Entry& entry : tensors_) {
+    const auto alive = entry.is_buffer ? entry.tensor.lock() : nullptr;
+    if (alive) count += at::Tensor(alive)._version();
+  }
+  return count;
+}
+
 std::shared_ptr<Module> Registered::Model() const {
   ModelBuilder builder;
   std::vector<const Names*> by_size;

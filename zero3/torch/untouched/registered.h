@@ -42,6 +42,8 @@ class Registered {
   }
 
   // A module that has everything that lives, under these names.
+  // Grows with each write to a buffer.
+  int64_t CountBufferWrites() const;
   std::shared_ptr<torch::nn::Module> Model() const;
 
  private:

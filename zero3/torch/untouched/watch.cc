@@ -328,6 +328,7 @@ void Watch::OnGroup(const Optimizer& optimizer) {
     if (state_ == State::kWatching) foreign_count_ += registered_.Contains(tensor) ? 0 : 1;
     registered_.AddParameter(tensor);
   }
+  if (state_ == State::kWatching) buffer_writes_ = registered_.CountBufferWrites();
   seen->identity = &optimizer.defaults();
   seen->groups = ParamGroups(groups);
   seen->defaults = optimizer.defaults().clone();
@@ -467,6 +468,7 @@ void Watch::Attach() {
   if (engine_->step() > 0) {
     for (const Seen& seen : optimizers_) CheckNothingRan(seen);
   }
+  const bool wrote_buffers = registered_.CountBufferWrites() != buffer_writes_;
   model_ = registered_.Model();
   if (engine_->step() == 0) engine_->SetTrainerState(zero3::kNotesForeign);
   for (const at::Tensor& parameter : model_->parameters())
@@ -480,6 +482,11 @@ void Watch::Attach() {
   *has_attached_ = true;
   attached_by_ = ::getpid();
   SayAttached();
+  if (begun_at_ > 0 && wrote_buffers) {
+    Say("buffers were written without gradients before the job's took their place: where a first "
+        "forward pass did that (the power iteration of a spectral norm), its loss differs from "
+        "that of a run that was not interrupted (docs/attach_reference.md)");
+  }
   for (const Seen& seen : optimizers_) SayMasters(seen);
   std::atexit([] { Watch::OfProcess().Commit(); });
 }
