@@ -135,8 +135,8 @@ class _Run:
     def end_batch(self):
         if self._loops is not None:
             self._note_cycle()
-        if self._loops is not None and self._handle.is_open:
-            self._usual = self._handle.step - self._begun_at or self._usual
+            if self._handle.is_open:
+                self._usual = self._handle.step - self._begun_at or self._usual
         self._loops, self.closure = None, None
 
     def _keep(self):
@@ -428,9 +428,10 @@ def _serve(package):
     def reset(original):
         def reset_quietly(loop):
             run = _runs.get(loop.trainer)
+            if run is None or not run.goes_on:
+                return original(loop)
             with warnings.catch_warnings():
-                if run is not None and run.goes_on:
-                    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+                warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
                 return original(loop)
 
         return reset_quietly

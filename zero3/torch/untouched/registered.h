@@ -41,9 +41,9 @@ class Registered {
     return tensor.defined() && known_.contains(tensor.unsafeGetTensorImpl());
   }
 
-  // A module that has everything that lives, under these names.
   // Grows with each write to a buffer.
   int64_t CountBufferWrites() const;
+  // A module that has everything that lives, under these names.
   std::shared_ptr<torch::nn::Module> Model() const;
 
  private:
