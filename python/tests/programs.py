@@ -94,6 +94,14 @@ class Programs:
         """`python ARGUMENTS`: a file, -m and a module, or -c and a text, and what they are given."""
         return Program(self._address, arguments, {**os.environ, **environment}, is_loud)
 
+    def start_script(self, folder, text, *arguments, launcher=()):
+        """`python LAUNCHER script.py ARGUMENTS` of a script in the folder; TESTS says where those are."""
+        path = os.path.join(folder, "script.py")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        tests = os.path.dirname(os.path.abspath(__file__))
+        return self.start(*launcher, path, *arguments, is_loud="--loud" in sys.argv, TESTS=tests, OMP_NUM_THREADS="1")
+
     def run(self, *arguments, timeout=None, **environment):
         """As subprocess.run(), which captures what it says."""
         program = self.start(*arguments, **environment)
