@@ -15,6 +15,7 @@
 #include "base/status_macros.h"
 #include "base/version.h"
 #include "client/fork_safe_transport.h"
+#include "client/own_processors.h"
 #include "proto/depths.h"
 #include "proto/pool_path.h"
 
@@ -242,6 +243,7 @@ absl::StatusOr<JobInfo> ControlClient::OpenJob(const JobOptions& options) {
   request.set_durability(options.durability);
   request.set_update_in_backward(options.update_in_backward);
   request.set_generations(options.generations);
+  request.set_processors(FormatCpuList(OwnProcessors()));
   SetWorld(options, request);
   v1::OpenJobReply reply;
   for (;;) {

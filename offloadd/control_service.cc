@@ -165,7 +165,8 @@ absl::StatusOr<std::shared_ptr<Job>> ControlService::TakeJob(const Session& sess
                              .pool = pool,
                              .store = store,
                              .run_id = RunIdOf(request),
-                             .pid = session.client_pid()};
+                             .pid = session.client_pid(),
+                             .is_private = is_private_};
   OFFLOAD_ASSIGN_OR_RETURN(const v1::World world, WorldOf(request));
   const double begin = Clock::Real().NowSeconds();
   const double join_timeout = JoinTimeoutSeconds();

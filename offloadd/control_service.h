@@ -27,11 +27,14 @@ class ControlService final : public proto::v1::Control::Service {
  public:
   // `sessions` and `jobs` outlive the service.
   // `serves_tools`: answers calls that need no session, too.
-  ControlService(SessionTable* sessions, JobTable* jobs, PoolPolicy pools, bool serves_tools)
+  // `is_private`: the daemon serves one launch only.
+  ControlService(SessionTable* sessions, JobTable* jobs, PoolPolicy pools, bool serves_tools,
+                 bool is_private)
       : sessions_(sessions),
         jobs_(jobs),
         pools_(std::move(pools)),
         serves_tools_(serves_tools),
+        is_private_(is_private),
         started_seconds_(Clock::Real().NowSeconds()) {}
 
   grpc::Status OpenJob(grpc::ServerContext* context, const proto::v1::OpenJobRequest* request,
@@ -104,7 +107,7 @@ class ControlService final : public proto::v1::Control::Service {
   SessionTable* sessions_;
   JobTable* jobs_;
   PoolPolicy pools_;
-  bool serves_tools_;
+  bool serves_tools_, is_private_;
   double started_seconds_;
   SharedSquareRoots square_roots_;
 };

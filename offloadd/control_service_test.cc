@@ -85,11 +85,16 @@ class ControlServiceTest : public testing::Test {
   std::promise<void> go_;
   JobTable jobs_;
   SessionTable sessions_;
-  ControlService service_{&sessions_, &jobs_, {.allowed = {pool_}}, /*serves_tools=*/true};
+  ControlService service_{&sessions_,
+                          &jobs_,
+                          {.allowed = {pool_}},
+                          /*serves_tools=*/true,
+                          /*is_private=*/false};
 };
 
 TEST_F(ControlServiceTest, TheSocketOfOtherUsersAnswersNoTool) {
-  ControlService for_others(&sessions_, &jobs_, {.allowed = {pool_}}, /*serves_tools=*/false);
+  ControlService for_others(&sessions_, &jobs_, {.allowed = {pool_}}, /*serves_tools=*/false,
+                            /*is_private=*/false);
   const v1::StatusRequest request;
   v1::StatusReply status;
   v1::ListJobsReply jobs;
@@ -108,7 +113,8 @@ TEST_F(ControlServiceTest, PoolsThatAreNotTheDaemonsOrNoneAreRefusedByEveryCall)
         CreateSnapshot(service_, "/tmp"), DeleteSnapshot(service_, "/tmp")}) {
     EXPECT_EQ(ErrorIdOf(answer), ErrorId::kRefused) << answer;
   }
-  ControlService anywhere(&sessions_, &jobs_, {}, /*serves_tools=*/true);
+  ControlService anywhere(&sessions_, &jobs_, {}, /*serves_tools=*/true,
+                          /*is_private=*/false);
   const std::string twice = pool_ + "," + pool_;
   EXPECT_EQ(ErrorIdOf(CreateSnapshot(service_, twice)), ErrorId::kBadValue);
   EXPECT_EQ(ErrorIdOf(CreateSnapshot(anywhere, twice)), ErrorId::kBadValue);

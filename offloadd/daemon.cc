@@ -144,11 +144,11 @@ absl::StatusOr<std::unique_ptr<grpc::Server>> Daemon::ServeControl(const std::st
 
 absl::Status Daemon::ServeControls() {
   service_ = std::make_unique<ControlService>(&sessions_, &jobs_, options_.pools,
-                                              /*serves_tools=*/true);
+                                              /*serves_tools=*/true, options_.is_private);
   OFFLOAD_ASSIGN_OR_RETURN(server_, ServeControl(control_path_, 0600, service_.get()));
   if (!options_.peers.admits_others()) return absl::OkStatus();
   ranks_service_ = std::make_unique<ControlService>(&sessions_, &jobs_, options_.pools,
-                                                    /*serves_tools=*/false);
+                                                    /*serves_tools=*/false, options_.is_private);
   OFFLOAD_ASSIGN_OR_RETURN(ranks_server_, ServeControl(ranks_path_, 0666, ranks_service_.get()));
   return absl::OkStatus();
 }

@@ -78,11 +78,12 @@ namespace offload::daemon {
 // What tells jobs apart, and what others are told of them.
 struct JobIdentity {
   uid_t user = 0;
-  std::string name;    // in its pool
-  std::string pool;    // as it was asked for
-  std::string store;   // the same for the same store, whatever the pool is called
-  std::string run_id;  // of the launch; empty: of one rank, which nobody joins
-  pid_t pid = 0;       // of the rank that opened it
+  std::string name;         // in its pool
+  std::string pool;         // as it was asked for
+  std::string store;        // the same for the same store, whatever the pool is called
+  std::string run_id;       // of the launch; empty: of one rank, which nobody joins
+  pid_t pid = 0;            // of the rank that opened it
+  bool is_private = false;  // of a daemon that serves one launch only
 };
 
 class Job {
@@ -193,8 +194,6 @@ class Job {
   struct Made {
     absl::Status status;
     proto::MachineRates rates;
-    proto::Depths depths;
-    double write_cost = 0;
     proto::SharedMemory slab;
     std::unique_ptr<swap::Store> store;
     std::unique_ptr<swap::Scratch> scratch;
@@ -224,10 +223,14 @@ class Job {
   absl::Status AddRank(Rank::Member member, const proto::v1::OpenJobRequest& request, Rank** added);
   bool OpeningIsDone() const;
   swap::StoreOptions MakeStoreOptions() const;
-  void OpenStore(Made& made);
-  absl::Status MakeSlab(Made& made) const;
+  Placement PlacementFor(const CpuList& processors) const;
+  Placement SlabPlacement() const;
+  Placement RunNearRanks();
+  void OpenStore(const Placement& placement, Made& made);
+  absl::Status MakeSlab(const Placement& placement, Made& made) const;
   absl::Status MakeScratch(uint64_t bytes, Made& made);
   void FinishOpening(Made& made);
+  void StartWorkers();
   void GiveUpOpening(const absl::Status& status);
   void AnswerOpening();
   void WatchJoining();
@@ -345,6 +348,7 @@ class Job {
   std::atomic<bool> cancelled_{false};  // asked off the loop: nobody wants the job any more
 
   uint64_t ram_bytes_ = 0;
+  CpuList processors_;  // on which the ranks that have come compute; empty: it is not known
   uint32_t update_threads_asked_ = 0;  // 0: as DepthsOfPlan() says
   aio::OpenOptions io_;
   std::string io_engine_;

@@ -92,18 +92,27 @@ absl::Status Job::AddRank(Rank::Member member, const proto::v1::OpenJobRequest& 
   const bool is_first = world_size() == 0;
   absl::StatusOr<proto::v1::World> world = WorldOf(request);
   absl::Status status = world.status();
+  const std::optional<CpuList> processors = ParseCpuList(request.processors());
+  if (!processors.has_value()) {
+    status =
+        MakeError(ErrorId::kBadValue, absl::StrCat("processors \"", request.processors(), "\""),
+                  "Write them as the kernel does, 0-3,8");
+  }
   if (status.ok() && is_first) status = ReadOptions(request);
   if (status.ok()) status = membership_.Add(*world, request, member.pid);
   if (!status.ok()) {
     if (is_first) BeginClosing();
     return status;
   }
+  processors_ = Union(processors_, *processors);
+  RunNearRanks();  // with those that are there, since threads are made before the others come
   if (is_first) {
     ranks_.resize(world_size());
     context_.ranks.resize(world_size());
     join_deadline_seconds_ = context_.clock->NowSeconds() + JoinTimeoutSeconds();
     auto made = std::make_shared<Made>();
-    OffLoop([this, made] { OpenStore(*made); }, [this, made] { FinishOpening(*made); });
+    OffLoop([this, made, placement = SlabPlacement()] { OpenStore(placement, *made); },
+            [this, made] { FinishOpening(*made); });
   }
   member.number = world->rank();
   std::unique_ptr<Rank>& rank = ranks_[member.number];
@@ -111,8 +120,8 @@ absl::Status Job::AddRank(Rank::Member member, const proto::v1::OpenJobRequest& 
   *added = rank.get();
   auto made = std::make_shared<absl::Status>();
   OffLoop(
-      [this, made, raw = rank.get()] {
-        if (!cancelled_) *made = raw->MakeRegion(machine_, ram_bytes_);
+      [this, made, raw = rank.get(), placement = PlacementFor(*processors)] {
+        if (!cancelled_) *made = raw->MakeRegion(machine_, ram_bytes_, placement);
       },
       [this, made, raw = rank.get()] {
         if (!made->ok()) return GiveUpOpening(*made);
@@ -122,6 +131,22 @@ absl::Status Job::AddRank(Rank::Member member, const proto::v1::OpenJobRequest& 
         AnswerOpening();
       });
   return absl::OkStatus();
+}
+
+Placement Job::PlacementFor(const CpuList& processors) const {
+  return machine_.PlacementFor(processors, identity_.is_private);
+}
+
+// It is made before it is known where all of several ranks compute.
+Placement Job::SlabPlacement() const {
+  return PlacementFor(world_size() == 1 ? processors_ : CpuList());
+}
+
+// This thread, the loop's, and those that it makes.
+Placement Job::RunNearRanks() {
+  Placement placement = PlacementFor(processors_);
+  if (!placement.processors.empty()) machine_.RunThreadOn(placement.processors);
+  return placement;
 }
 
 // ---- Off the loop ------------------------------------------------------------------------------
@@ -136,15 +161,11 @@ swap::StoreOptions Job::MakeStoreOptions() const {
   return options;
 }
 
-void Job::OpenStore(Made& made) {
+void Job::OpenStore(const Placement& placement, Made& made) {
   const swap::PoolRates rates = machine_.MeasurePool(identity_.pool, io_);
-  const proto::MachineRates measured = {.read_bytes_per_second = rates.read_bytes_per_second,
-                                        .write_bytes_per_second = rates.write_bytes_per_second,
-                                        .latency_seconds = rates.latency_seconds,
-                                        .cores = machine_.cores()};
-  made.rates = measured;
-  made.depths = proto::ChooseDepths(measured, update_threads_asked_);
-  made.write_cost = proto::WriteCost(measured);
+  made.rates = {.read_bytes_per_second = rates.read_bytes_per_second,
+                .write_bytes_per_second = rates.write_bytes_per_second,
+                .latency_seconds = rates.latency_seconds};
   absl::StatusOr<std::unique_ptr<swap::Store>> store =
       machine_.OpenStore(identity_.pool, identity_.name, MakeStoreOptions());
   if (store.ok()) {
@@ -155,10 +176,10 @@ void Job::OpenStore(Made& made) {
   } else {
     made.status = store.status();
   }
-  if (made.status.ok()) made.status = MakeSlab(made);
+  if (made.status.ok()) made.status = MakeSlab(placement, made);
 }
 
-absl::Status Job::MakeSlab(Made& made) const {
+absl::Status Job::MakeSlab(const Placement& placement, Made& made) const {
   const uint64_t open_bytes = proto::OpenBytes(world_size());
   if (ram_bytes_ < open_bytes) {
     return MakeError(ErrorId::kBudgetTooSmall,
@@ -166,7 +187,8 @@ absl::Status Job::MakeSlab(Made& made) const {
                                   FormatBytes(open_bytes), " of rings and staging"),
                      "Raise ram: offloadctl plan shows the floors of a model");
   }
-  OFFLOAD_ASSIGN_OR_RETURN(made.slab, machine_.CreateMemory("offloadd-slab", ram_bytes_));
+  OFFLOAD_ASSIGN_OR_RETURN(made.slab,
+                           machine_.CreateMemory("offloadd-slab", ram_bytes_, placement));
   OFFLOAD_RETURN_IF_ERROR(made.slab.Allocate(0, proto::PaddedBytes(sizeof(proto::SlabHeader))));
   OFFLOAD_RETURN_IF_ERROR(made.slab.SealForWriting());
   proto::InitializeSlab(made.slab.data());
@@ -259,15 +281,25 @@ void Job::FinishOpening(Made& made) {
   header()->durable_step.store(step_, std::memory_order_relaxed);
   header()->updated_step.store(step_, std::memory_order_relaxed);
   opened_rates_ = made.rates;
-  context_.depths = made.depths;
-  context_.write_cost = made.write_cost;
-  const uint32_t threads = update_threads_asked_ != 0 ? update_threads_asked_ : made.rates.cores;
-  context_.workers.Start(machine_.MakeExecutor(threads, "update"), threads);
   opened_ = true;
-  spdlog::info("job {}: pool {}, {}, ram {}, {} update threads, {}{}", identity_.name,
+}
+
+// When all ranks have said where they compute.
+void Job::StartWorkers() {
+  const Placement placement = RunNearRanks();
+  opened_rates_.cores = placement.processors.empty()
+                            ? machine_.cores()
+                            : static_cast<uint32_t>(placement.processors.size());
+  context_.depths = proto::ChooseDepths(opened_rates_, update_threads_asked_);
+  context_.write_cost = proto::WriteCost(opened_rates_);
+  const uint32_t threads = update_threads_asked_ != 0 ? update_threads_asked_ : opened_rates_.cores;
+  context_.workers.Start(machine_.MakeExecutor(threads, "update"), threads);
+  const CpuList nodes = SlabPlacement().nodes;
+  spdlog::info("job {}: pool {}, {}, ram {}, {} update threads, {}{}{}", identity_.name,
                identity_.pool, io_engine_, FormatBytes(ram_bytes_), context_.depths.update_threads,
                store_existed_ ? absl::StrCat("resumed at step ", step_) : "new",
-               world_size() > 1 ? absl::StrCat(", ", world_size(), " ranks") : "");
+               world_size() > 1 ? absl::StrCat(", ", world_size(), " ranks") : "",
+               nodes.empty() ? "" : absl::StrCat(", memory on NUMA nodes ", FormatCpuList(nodes)));
 }
 
 // Nobody is a rank of a job that could not be opened; their memories stay as long as the others'.
@@ -284,7 +316,10 @@ bool Job::OpeningIsDone() const {
 
 // Everybody at once, when everything is there.
 void Job::AnswerOpening() {
-  if (phase() == JobPhase::kOpening && OpeningIsDone()) SetPhase(JobPhase::kOpen);
+  if (phase() == JobPhase::kOpening && OpeningIsDone()) {
+    StartWorkers();
+    SetPhase(JobPhase::kOpen);
+  }
   if (phase() == JobPhase::kOpening || IsClosing(phase())) return;
   for (const std::unique_ptr<Rank>& rank : ranks_) {
     if (rank->calls.open == nullptr) continue;

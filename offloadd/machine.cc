@@ -1,5 +1,7 @@
 #include "offloadd/machine.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <ctime>
 #include <map>
@@ -23,14 +25,26 @@ class RealMachine final : public Machine {
   const Clock& clock() const override { return Clock::Real(); }
   int64_t NowUnixSeconds() const override { return std::time(nullptr); }
   bool RunsLoops() const override { return true; }
+  Placement PlacementFor(const CpuList& processors, bool is_private) override {
+    return Place(nodes_, own_processors_, processors, is_private);
+  }
+  void RunThreadOn(const CpuList& processors) override {
+    if (!RunOn(processors))
+      spdlog::warn("no thread can run on processors {}", FormatCpuList(processors));
+  }
   Executor MakeExecutor(size_t thread_count, const std::string& name) override {
     return [pool = std::make_shared<WorkerPool>(thread_count, name)](std::function<void()> work) {
       pool->Post(std::move(work));
     };
   }
-  absl::StatusOr<proto::SharedMemory> CreateMemory(const std::string& name,
-                                                   uint64_t size_bytes) override {
-    return proto::SharedMemory::Create(name, size_bytes);
+  absl::StatusOr<proto::SharedMemory> CreateMemory(const std::string& name, uint64_t size_bytes,
+                                                   const Placement& placement) override {
+    OFFLOAD_ASSIGN_OR_RETURN(proto::SharedMemory memory,
+                             proto::SharedMemory::Create(name, size_bytes));
+    if (placement.nodes.empty()) return memory;
+    if (const absl::Status placed = memory.PlaceOn(placement.nodes); !placed.ok())
+      spdlog::warn("{}: {}", name, ToStd(placed.message()));
+    return memory;
   }
   uint32_t cores() const override { return std::thread::hardware_concurrency(); }
   // OFFLOADD_REPLAN: bytes that a judgement needs; 0: nothing is replanned. OFFLOADD_REPLAN_STEPS:
@@ -89,6 +103,10 @@ class RealMachine final : public Machine {
     return rates_[pool] = *rates;
   }
 
+  // None that memory could be placed on, where the daemon's user has said where it lies (numactl).
+  const std::vector<NumaNode> nodes_ =
+      HasMemoryPolicy() ? std::vector<NumaNode>() : UsableNumaNodes();
+  const CpuList own_processors_ = ProcessorsOf(::getpid());
   std::mutex mutex_;
   std::map<std::string, swap::PoolRates> rates_;  // by pool; guarded by mutex_
 };

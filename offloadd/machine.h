@@ -17,6 +17,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
+#include "base/cpu_list.h"
+#include "offloadd/placement.h"
 #include "offloadd/replan_policy.h"
 #include "proto/shared_memory.h"
 #include "swap/pool_rates.h"
@@ -39,9 +41,16 @@ class Machine {
   virtual int64_t NowUnixSeconds() const = 0;
   // False: who makes a job runs its loop (EventLoop::RunOnce), too.
   virtual bool RunsLoops() const = 0;
+  // Place() on this machine.
+  virtual Placement PlacementFor(const CpuList& processors, bool is_private) = 0;
+  // The calling thread, and threads and executors that it makes from now on, run on these, as far
+  // as the kernel allows.
+  virtual void RunThreadOn(const CpuList& processors) = 0;
   virtual Executor MakeExecutor(size_t thread_count, const std::string& name) = 0;
+  // On the placement's nodes, as far as the kernel can.
   virtual absl::StatusOr<proto::SharedMemory> CreateMemory(const std::string& name,
-                                                           uint64_t size_bytes) = 0;
+                                                           uint64_t size_bytes,
+                                                           const Placement& placement) = 0;
 
   // Cores that the process may run on.
   virtual uint32_t cores() const = 0;

@@ -5,8 +5,10 @@
 
 namespace offload::daemon {
 
-absl::Status Rank::MakeRegion(Machine& machine, uint64_t address_bytes) {
-  OFFLOAD_ASSIGN_OR_RETURN(region_, machine.CreateMemory("offloadd-region", address_bytes));
+absl::Status Rank::MakeRegion(Machine& machine, uint64_t address_bytes,
+                              const Placement& placement) {
+  OFFLOAD_ASSIGN_OR_RETURN(region_,
+                           machine.CreateMemory("offloadd-region", address_bytes, placement));
   OFFLOAD_RETURN_IF_ERROR(region_.Allocate(0, kOpenRegionBytes));
   proto::InitializeRegion(region_.data());
   return absl::OkStatus();

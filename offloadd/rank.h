@@ -88,7 +88,7 @@ class Rank {
   uint64_t step = 0;                         // the last one that it has called for
 
   // `address_bytes` of address space, of which kOpenRegionBytes have pages.
-  absl::Status MakeRegion(Machine& machine, uint64_t address_bytes);
+  absl::Status MakeRegion(Machine& machine, uint64_t address_bytes, const Placement& placement);
   proto::SharedMemory& region() { return region_; }
   const proto::SharedMemory& region() const { return region_; }
 

@@ -53,7 +53,8 @@ Executor SimulatedMachine::MakeExecutor(size_t thread_count, const std::string& 
 }
 
 absl::StatusOr<proto::SharedMemory> SimulatedMachine::CreateMemory(const std::string& name,
-                                                                   uint64_t size_bytes) {
+                                                                   uint64_t size_bytes,
+                                                                   const Placement& placement) {
   return proto::SharedMemory::CreatePrivate(size_bytes);
 }
 

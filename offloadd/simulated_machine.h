@@ -72,9 +72,11 @@ class SimulatedMachine final : public Machine {
     return rates_;
   }
   ReplanOptions replan_options() const override { return replan_options_; }
+  Placement PlacementFor(const CpuList& processors, bool is_private) override { return {}; }
+  void RunThreadOn(const CpuList& processors) override {}
   Executor MakeExecutor(size_t thread_count, const std::string& name) override;
-  absl::StatusOr<proto::SharedMemory> CreateMemory(const std::string& name,
-                                                   uint64_t size_bytes) override;
+  absl::StatusOr<proto::SharedMemory> CreateMemory(const std::string& name, uint64_t size_bytes,
+                                                   const Placement& placement) override;
   absl::Status CheckPool(const std::string& pool) override { return absl::OkStatus(); }
   absl::StatusOr<std::unique_ptr<swap::Store>> OpenStore(
       const std::string& pool, const std::string& job, const swap::StoreOptions& options) override;

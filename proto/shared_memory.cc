@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/checked.h"
 #include "base/error.h"
+#include "base/numa.h"
 #include "base/status_macros.h"
 
 #ifndef MFD_NOEXEC_SEAL
@@ -116,6 +117,10 @@ absl::Status SharedMemory::Allocate(uint64_t offset_bytes, uint64_t length_bytes
                        errno);
   }
   return absl::OkStatus();
+}
+
+absl::Status SharedMemory::PlaceOn(const CpuList& nodes) {
+  return PlaceMemory(map_.data(), map_.size(), nodes);
 }
 
 absl::Status SharedMemory::SealForWriting() {

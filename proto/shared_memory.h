@@ -19,6 +19,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/cpu_list.h"
 #include "base/mapped_region.h"
 #include "base/unique_fd.h"
 
@@ -43,6 +44,10 @@ class SharedMemory {
   // again for pages that are there does nothing. OFD-1302 when the kernel has no memory, OFD-1503
   // when the range is not inside.
   absl::Status Allocate(uint64_t offset_bytes, uint64_t length_bytes);
+
+  // Pages that are reserved from now on come from these NUMA nodes (base/numa.h). OFD-1302 where
+  // the kernel cannot.
+  absl::Status PlaceOn(const CpuList& nodes);
 
   absl::Status SealForWriting();
 

@@ -1,16 +1,20 @@
 #include "proto/shared_memory.h"
 
 #include <fcntl.h>
+#include <linux/mempolicy.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 #include "base/failing_call.h"
 #include "base/mapped_region.h"
+#include "base/numa.h"
 #include "base/unique_fd.h"
 #include "gtest/gtest.h"
 
@@ -34,6 +38,23 @@ TEST(SharedMemoryTest, HasTheWholeSizeButOnlyThePagesThatWereAllocated) {
   ASSERT_TRUE(allocated.ok()) << allocated.status();
   EXPECT_EQ(*allocated, 3u * 4096);
   std::memset(memory.data() + kVirtualBytes - 8192, 1, 8192);
+}
+
+// The policy is the memory's, not the map's: another map has it, too.
+TEST(SharedMemoryTest, LiesOnTheNodesThatItIsPlacedOn) {
+  const std::vector<NumaNode> nodes = UsableNumaNodes();
+  if (nodes.empty()) GTEST_SKIP() << "the kernel tells of no nodes";
+  SharedMemory memory = Create(1 << 20);
+  ASSERT_TRUE(memory.PlaceOn({nodes[0].number, 900}).ok());
+  ASSERT_TRUE(memory.Allocate(0, 8192).ok());
+  const auto map = MapFromDaemon(memory.fd(), 1 << 20, /*writable=*/false);
+  ASSERT_TRUE(map.ok()) << map.status();
+  for (const std::byte* const place : {memory.data() + 4096, map->data() + 4096}) {
+    int mode = -1;
+    ASSERT_EQ(::syscall(SYS_get_mempolicy, &mode, nullptr, 0, place, MPOL_F_ADDR), 0);
+    EXPECT_EQ(mode, MPOL_INTERLEAVE);
+  }
+  EXPECT_EQ(ErrorIdOf(memory.PlaceOn({900})), ErrorId::kSharedMemory);
 }
 
 TEST(SharedMemoryTest, CanStillBeAllocatedAfterItWasSealed) {

@@ -28,7 +28,9 @@
 #include "aio/device.h"
 #include "aio/probe.h"
 #include "base/byte_size.h"
+#include "base/cpu_list.h"
 #include "base/error.h"
+#include "base/numa.h"
 #include "base/status_macros.h"
 #include "base/unique_fd.h"
 #include "kernels/isa.h"
@@ -114,6 +116,18 @@ Check MemoryCheck() {
   if (std::istringstream(maximum) >> limit_bytes) {
     absl::StrAppend(&check.detail, ", control group limit ", FormatBytes(limit_bytes));
   }
+  return check;
+}
+
+// A job's memory lies on those that its ranks compute on.
+Check NumaCheck() {
+  Check check = {"Memory", "NUMA nodes"};
+  for (const NumaNode& node : UsableNumaNodes()) {
+    absl::StrAppend(&check.detail, check.detail.empty() ? "" : ", ", node.number, " (processors ",
+                    FormatCpuList(node.processors), ")");
+  }
+  if (check.detail.empty()) check.detail = "the kernel tells of none";
+  if (HasMemoryPolicy()) absl::StrAppend(&check.detail, ", numactl says where memory lies");
   return check;
 }
 
@@ -374,8 +388,12 @@ class DoctorCommand : public Command {
     if (!capabilities.has_value()) {
       OFFLOAD_ASSIGN_OR_RETURN(capabilities, aio::ProbeCapabilities(""));
     }
-    std::vector<Check> checks = {KernelCheck(*capabilities), MemlockCheck(*capabilities),
-                                 DescriptorCheck(), MemoryCheck(), SharedMemoryCheck()};
+    std::vector<Check> checks = {KernelCheck(*capabilities),
+                                 MemlockCheck(*capabilities),
+                                 DescriptorCheck(),
+                                 MemoryCheck(),
+                                 NumaCheck(),
+                                 SharedMemoryCheck()};
     for (Check& check : storage) checks.push_back(std::move(check));
     for (Check& check : EngineChecks(*capabilities)) checks.push_back(std::move(check));
     checks.push_back(ProcessorCheck());

@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <malloc.h>
-#include <sched.h>
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
@@ -20,6 +19,7 @@
 #include "base/crc32c.h"
 #include "base/durability.h"
 #include "base/error.h"
+#include "client/own_processors.h"
 #include "proto/buffer_tensors.h"
 #include "proto/shm_abi.h"
 #include "proto/step_words.h"
@@ -681,15 +681,12 @@ void TensorEngine::DropFromDevice() {
 
 // One that torch does not compute on.
 static bool HasFreeCore() {
-  cpu_set_t own;
-  CPU_ZERO(&own);
-  if (sched_getaffinity(0, sizeof own, &own) != 0) return false;
   // torch settles a thread's number of threads at the first question, and products before it are
   // computed with another one: asked on the trainer's thread, it would change the bits of its
   // first.
-  int computing = 0;
-  std::thread([&] { computing = at::get_num_threads(); }).join();
-  return computing < CPU_COUNT(&own);
+  size_t computing = 0;
+  std::thread([&] { computing = static_cast<size_t>(at::get_num_threads()); }).join();
+  return computing < client::OwnProcessors().size();
 }
 
 static StepCosts CostsOf(const client::Session& session) {
