@@ -70,6 +70,10 @@ std::string Row(const std::string& what, const std::string& planned, const std::
                       ratio, "</td></tr>\n");
 }
 
+std::string TimesOfReplans(const v1::PlanStatus& plan) {
+  return plan.replans() == 1 ? "once, " : absl::StrCat(plan.replans(), " times, last ");
+}
+
 }  // namespace
 
 uint64_t PlannedReadBytes(const v1::PlannedStep& step) {
@@ -127,9 +131,8 @@ std::string PlanLines(const v1::JobStatus& job) {
   if (const std::optional<PlanComparison> compared = ComparePlan(plan))
     lines += ComparisonLine(*compared);
   if (plan.replans() > 0) {
-    absl::StrAppend(&lines, "  replanned ",
-                    plan.replans() == 1 ? "once, " : absl::StrCat(plan.replans(), " times, last "),
-                    Printable(plan.last_replan()), "\n");
+    absl::StrAppend(&lines, "  replanned ", TimesOfReplans(plan), Printable(plan.last_replan()),
+                    "\n");
   }
   return lines;
 }
@@ -196,8 +199,8 @@ std::string PlanTable(const v1::JobStatus& job) {
   absl::StrAppend(&html, "<p class=\"note\">Pool: ", RatesText(plan.assumed()), " assumed, ",
                   RatesText(plan.measured()), " measured. ", DepthsText(plan.depths()), ".");
   if (plan.replans() > 0) {
-    absl::StrAppend(&html, " Replanned ", plan.replans(), " times, last ",
-                    EscapeHtml(plan.last_replan()), ".");
+    absl::StrAppend(&html, " Replanned ", TimesOfReplans(plan), EscapeHtml(plan.last_replan()),
+                    ".");
   }
   return html + "</p>\n";
 }

@@ -32,7 +32,8 @@ svg { width: 100%; height: auto; display: block; } svg text { font-size: 11px; f
 .legend { margin: 2px 0; color: var(--faint); } .legend span { margin-right: 14px; white-space: nowrap; display: inline-block; } .legend i { display: inline-block; width: 10px; height: 10px; margin-right: 5px; border-radius: 2px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 2px 8px; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; white-space: normal; word-break: break-word; } th { color: var(--faint); font-weight: normal; }
+th:first-child, td:first-child { text-align: left; white-space: normal; word-break: break-word; min-width: 9em; }
+.wide { overflow-x: auto; } th { color: var(--faint); font-weight: normal; }
 .bar { width: 160px; text-align: left; } .bar b { display: inline-block; height: 9px; } p.note { color: var(--faint); }
 )";
 
@@ -292,7 +293,7 @@ std::string Layers(const JobReport& report, const Operations& operations) {
   if (!report.uses.empty()) heading.insert(heading.end(), {"forward", "backward, ms a step"});
   if (operations.tokens > 0) heading.push_back("GFLOP a step, estimated");
   if (operations.tokens > 0 && !report.uses.empty()) heading.push_back("GFLOP/s");
-  absl::StrAppend(&html, "<table>\n", Row(heading, "th"));
+  absl::StrAppend(&html, "<div class=\"wide\"><table>\n", Row(heading, "th"));
   for (size_t i = 0; i < std::min(layers.size(), kLayersShown); ++i) {
     const LayerFigures& layer = layers[i];
     absl::StrAppend(&html, "<tr><td>", EscapeHtml(layer.layer), "</td><td>", layer.waits,
@@ -314,7 +315,7 @@ std::string Layers(const JobReport& report, const Operations& operations) {
     }
     html += "</tr>\n";
   }
-  html += "</table>\n";
+  html += "</table></div>\n";
   if (!report.uses.empty()) {
     html +=
         "<p class=\"note\">A layer has the time from the use of one of its tensors, waits for it "
