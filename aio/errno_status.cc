@@ -57,9 +57,16 @@ std::string Describe(Device::Kind kind, uint64_t offset_bytes, uint64_t size_byt
 absl::Status IoErrorStatus(int error_number, Device::Kind kind, uint64_t offset_bytes,
                            uint64_t size_bytes) {
   const bool full = kind != Device::Kind::kFlush && IsFullFileSystem(error_number);
-  const absl::Status status = MakeError(
-      full ? ErrorId::kPoolFull : ErrorId::kIo,
-      absl::StrCat(Describe(kind, offset_bytes, size_bytes), ": ", ErrnoText(error_number)));
+  const std::string what =
+      absl::StrCat(Describe(kind, offset_bytes, size_bytes), ": ", ErrnoText(error_number));
+  // io_uring gives what may block, a flush above all, to threads of the kernel's, which count as
+  // this process's.
+  const absl::Status status =
+      error_number == ECANCELED
+          ? MakeError(ErrorId::kIo, what,
+                      "The kernel could start no thread for it: raise the limit of threads "
+                      "(ulimit -u, TasksMax, docker --pids-limit)")
+          : MakeError(full ? ErrorId::kPoolFull : ErrorId::kIo, what);
   return absl::Status(CodeOf(error_number, kind), status.message());
 }
 

@@ -86,6 +86,11 @@ TEST(TransferTest, FlushIsDoneAtZeroAndEveryErrorOfItIsDataLoss) {
   }
 }
 
+TEST(ErrnoStatusTest, AThreadThatTheKernelCouldNotStartIsNamed) {
+  const absl::Status status = IoErrorStatus(ECANCELED, Device::Kind::kFlush, 0, 0);
+  EXPECT_NE(status.message().find("ulimit -u"), absl::string_view::npos) << status;
+}
+
 TEST(ErrnoStatusTest, CodesFollowTheTable) {
   const std::pair<int, absl::StatusCode> cases[] = {
       {EIO, absl::StatusCode::kDataLoss},

@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 
+#include <latch>
+#include <system_error>
 #include <utility>
 
 #include "base/check.h"
@@ -12,7 +14,12 @@ WorkerPool::WorkerPool(size_t thread_count, const std::string& name) {
   OFFLOAD_CHECK(thread_count > 0);
   threads_.reserve(thread_count);
   for (size_t i = 0; i < thread_count; ++i) {
-    threads_.emplace_back([this] { RunWorker(); });
+    try {
+      threads_.emplace_back([this] { RunWorker(); });
+    } catch (const std::system_error&) {
+      if (threads_.empty()) throw;
+      return;
+    }
     ::pthread_setname_np(threads_.back().native_handle(), name.substr(0, 15).c_str());
   }
 }
@@ -51,6 +58,20 @@ void WorkerPool::RunWorker() {
     --running_count_;
     if (stopping_ && running_count_ == 0) changed_.notify_all();
   }
+}
+
+size_t CountStartableThreads(size_t wanted) {
+  std::latch all_counted(1);
+  std::vector<std::thread> threads;
+  threads.reserve(wanted);
+  try {
+    while (threads.size() < wanted) threads.emplace_back([&] { all_counted.wait(); });
+  } catch (const std::system_error&) {
+    // As many as there are.
+  }
+  all_counted.count_down();
+  for (std::thread& thread : threads) thread.join();
+  return threads.size();
 }
 
 }  // namespace offload

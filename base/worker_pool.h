@@ -24,7 +24,8 @@ namespace offload {
 
 class WorkerPool {
  public:
-  // Starts `thread_count` (at least 1) threads. `name` shows in ps and debuggers, cut to 15 bytes.
+  // Starts `thread_count` (at least 1) threads, or as many as the system gives; std::system_error
+  // when that is none. `name` shows in ps and debuggers, cut to 15 bytes.
   WorkerPool(size_t thread_count, const std::string& name);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
@@ -46,5 +47,9 @@ class WorkerPool {
   bool stopping_ = false;                    // guarded by mutex_
   std::vector<std::thread> threads_;
 };
+
+// How many of `wanted` threads could be started now beside each other: limits of a user, of a
+// container and of address space bound them. They have ended when this returns.
+size_t CountStartableThreads(size_t wanted);
 
 }  // namespace offload

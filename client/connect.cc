@@ -80,8 +80,11 @@ absl::StatusOr<std::string> MakeDirectory() {
     // The umask may have taken bits away.
     if (::chmod(directory.c_str(), 0700) == 0) return directory;
   }
-  return StartError(
-      absl::StrCat("no directory for the daemon's socket can be made in /tmp: ", ErrnoText(errno)));
+  return MakeError(
+      ErrorId::kDaemonStart,
+      absl::StrCat("no directory for the daemon's socket can be made in /tmp: ", ErrnoText(errno)),
+      absl::StrCat("Set XDG_RUNTIME_DIR to a directory that this user may write to, of at most ",
+                   proto::kSocketPathBytesMax - kLongestName, " bytes"));
 }
 
 // Arguments as posix_spawn wants them; the strings outlive it.

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -50,7 +51,14 @@ absl::StatusOr<std::unique_ptr<RingClient>> RingClient::Start(Options options) {
     return absl::ResourceExhaustedError(absl::StrCat("eventfd: ", ErrnoText(errno)));
   }
   std::unique_ptr<RingClient> client(new RingClient(std::move(options), std::move(wake)));
-  client->thread_ = std::thread([raw = client.get()] { raw->Run(); });
+  try {
+    client->thread_ = std::thread([raw = client.get()] { raw->Run(); });
+  } catch (const std::system_error& error) {
+    return MakeError(ErrorId::kDaemonStart,
+                     absl::StrCat("no thread can be started for its answers: ", error.what()),
+                     "Raise the limit of threads (ulimit -u, TasksMax, docker --pids-limit), or of "
+                     "address space (ulimit -v)");
+  }
   return client;
 }
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "base/environment.h"
@@ -104,7 +105,11 @@ absl::Status Session::Impl::DescribeEnd(const absl::Status& said) {
   const std::string end = private_daemon.DescribeEnd(kEndGraceMilliseconds);
   std::string what = absl::StrCat("the daemon (process ", welcome.daemon_pid, ") is gone");
   if (!end.empty()) absl::StrAppend(&what, ": ", end);
-  return MakeError(ErrorId::kDaemonLost, what);
+  if (!absl::StartsWith(end, "signal 9 ")) return MakeError(ErrorId::kDaemonLost, what);
+  return MakeError(ErrorId::kDaemonLost, what,
+                   "Start the run again: it resumes at the last committed epoch. Where nobody "
+                   "killed it, the kernel did for want of memory (see dmesg): lower ram, or raise "
+                   "the limit of the container");
 }
 
 absl::Status Session::Impl::MapMemory(const JobInfo& info) {

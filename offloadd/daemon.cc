@@ -23,6 +23,7 @@
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
+#include "base/worker_pool.h"
 #include "offloadd/control_service.h"
 #include "offloadd/limits.h"
 #include "offloadd/metrics_text.h"
@@ -230,6 +231,15 @@ absl::Status Daemon::Welcome(UniqueFd socket) {
                        static_cast<size_t>(kLimits.sessions_per_other_user_max))) {
     return MakeError(ErrorId::kRefused, absl::StrCat("process ", peer.pid, " of user ", peer.uid,
                                                      " has as many sessions as it may have"));
+  }
+  // One that found none later would end the daemon, and with it everybody's job.
+  const size_t startable = CountStartableThreads(kLimits.threads_of_session);
+  if (startable < kLimits.threads_of_session) {
+    return MakeError(
+        ErrorId::kRefused,
+        absl::StrCat("the daemon can start ", startable, " further threads, and a session needs ",
+                     kLimits.threads_of_session),
+        kThreadsFix);
   }
   Session::Options options{.id = next_session_++,
                            .control_path = trusted ? control_path_ : ranks_path_,

@@ -3,6 +3,7 @@
 // Every bound of the daemon in one place. Printed once at start, at debug level.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace offload::daemon {
@@ -14,6 +15,8 @@ struct Limits {
   int calls_per_session_max = 8;             // control calls at a time
   uint64_t stream_bytes_max = 256ull << 20;  // memory of a session's streams of control messages
   uint64_t message_bytes_max = 4ull << 20;   // of one control message
+  size_t threads_at_start = 20;              // that the system must give, with the job of one rank
+  size_t threads_of_session = 10;  // with its job; pools work with fewer than they ask for
   int call_threads_max = 1100;  // of the control service: calls_per_session_max for all, and some
   uint32_t ring_entries_per_turn = 64;  // read from one ring before others get their turn
   uint32_t wishes_max = 64;             // prefetches that wait for room
@@ -40,5 +43,9 @@ struct Limits {
 };
 
 inline constexpr Limits kLimits;
+
+inline constexpr char kThreadsFix[] =
+    "Raise the limit of threads (ulimit -u, TasksMax, docker --pids-limit), or of address space "
+    "(ulimit -v)";
 
 }  // namespace offload::daemon

@@ -16,6 +16,7 @@
 #include "base/error.h"
 #include "base/string_view.h"
 #include "base/version.h"
+#include "base/worker_pool.h"
 #include "offloadd/daemon.h"
 #include "offloadd/limits.h"
 #include "offloadd/sandbox.h"
@@ -123,6 +124,16 @@ absl::Status CheckOpenFiles() {
                                                      ", and the daemon needs ", kOpenFilesMin));
 }
 
+// gRPC would abort.
+absl::Status CheckThreads() {
+  const size_t startable = CountStartableThreads(kLimits.threads_at_start);
+  if (startable == kLimits.threads_at_start) return absl::OkStatus();
+  return MakeError(ErrorId::kDaemonStart,
+                   absl::StrCat("the daemon can start ", startable, " threads, and needs ",
+                                kLimits.threads_at_start),
+                   kThreadsFix);
+}
+
 // A container may have taken away what a part of the sandbox needs: the daemon runs without that
 // part and says so, unless it was told to be strict.
 bool InForce(SandboxMode mode, const absl::Status& status) {
@@ -140,8 +151,10 @@ int Main(int argc, char** argv) {
     flags.daemon.pools.default_pool = flags.daemon.pools.allowed.front();
   SetUpProcess(flags.daemon.is_private);
   SetUpLog(flags);
-  if (const absl::Status status = CheckOpenFiles(); !status.ok()) {
-    std::fprintf(stderr, "offloadd: %s\n", std::string(status.message()).c_str());
+  absl::Status resources = CheckOpenFiles();
+  if (resources.ok()) resources = CheckThreads();
+  if (!resources.ok()) {
+    std::fprintf(stderr, "offloadd: %s\n", std::string(resources.message()).c_str());
     return 1;
   }
   const std::vector<std::string> environment = EnvironmentOfThisProcess();

@@ -445,6 +445,13 @@ absl::StatusOr<UniqueFd> ConnectToDaemon(const std::string& path) {
                      "--allow-gid and its socket where you may reach it; without OFFLOADD_SOCKET a "
                      "trainer starts a private daemon");
   }
+  if (error_number == ENOENT || error_number == ECONNREFUSED) {
+    return MakeError(
+        ErrorId::kDaemonStart,
+        absl::StrCat("connecting to \"", path, "\": ", ErrnoText(error_number)),
+        "Start the daemon that listens there; without OFFLOADD_SOCKET a trainer starts "
+        "a private one");
+  }
   if (error_number != 0) {
     return SystemError(ErrorId::kDaemonStart, absl::StrCat("connecting to \"", path, "\""),
                        error_number);

@@ -5,13 +5,13 @@
 #include <sys/stat.h>
 
 #include <cerrno>
-#include <fstream>
 #include <limits>
 #include <optional>
 #include <string_view>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/byte_size.h"
 #include "base/checked.h"
 #include "base/error.h"
 #include "base/numa.h"
@@ -55,19 +55,6 @@ absl::StatusOr<MappedRegion> MapShared(int fd, uint64_t size_bytes, bool writabl
   return map;
 }
 
-// The kernel's estimate of what can be had without swapping; missing when it does not tell.
-std::optional<uint64_t> AvailableBytes() {
-  std::ifstream file("/proc/meminfo");
-  std::string name;
-  uint64_t kibibytes = 0;
-  std::string unit;
-  while (file >> name >> kibibytes) {
-    if (name == "MemAvailable:") return kibibytes << 10;
-    std::getline(file, unit);
-  }
-  return std::nullopt;
-}
-
 }  // namespace
 
 absl::StatusOr<SharedMemory> SharedMemory::Create(const std::string& name, uint64_t size_bytes) {
@@ -100,11 +87,15 @@ absl::Status SharedMemory::Allocate(uint64_t offset_bytes, uint64_t length_bytes
   }
   if (length_bytes == 0 || !fd_.valid()) return absl::OkStatus();
   // fallocate() takes page after page and would rather have processes killed than give up.
-  if (const std::optional<uint64_t> available = AvailableBytes();
-      available.has_value() && length_bytes > *available) {
-    return MakeError(
-        ErrorId::kSharedMemory,
-        absl::StrCat("reserving ", length_bytes, " bytes of memory, available are ", *available));
+  if (const std::optional<AvailableMemory> available = FindAvailableMemory();
+      available.has_value() && length_bytes > available->bytes) {
+    return MakeError(ErrorId::kSharedMemory,
+                     absl::StrCat("reserving ", FormatBytes(length_bytes),
+                                  " of memory, available are ", available->Describe()),
+                     available->limit_file.empty()
+                         ? "Lower ram, or free memory"
+                         : "Lower ram, or raise the control group's limit (docker --memory, Slurm "
+                           "--mem, MemoryMax)");
   }
   map_.UseHugePages(offset_bytes, length_bytes);
   int result = 0;

@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -62,6 +63,22 @@ class SharedMemory {
   UniqueFd fd_;
   MappedRegion map_;
 };
+
+// How much memory this process may still take before the kernel has a process killed: of the
+// machine, and of the control groups that it is in (a container's limit, a job's of Slurm). What
+// can be dropped of files in memory counts as available, what can be swapped out does not.
+struct AvailableMemory {
+  uint64_t bytes = 0;
+  // Of the control group that bounds it; "" when the machine does.
+  std::string limit_file;
+  uint64_t limit_bytes = 0;
+
+  // "3.0 GiB", and what bounds it when that is a control group.
+  std::string Describe() const;
+};
+
+// Reads what the kernel tells below `root` ("" but for tests); missing when it does not tell.
+std::optional<AvailableMemory> FindAvailableMemory(const std::string& root = "");
 
 // Rank's side: maps what the daemon sent, after checking size and seals; not inherited by forked
 // children. OFD-1503, OFD-1302.

@@ -22,6 +22,21 @@ sys.exit(3)
 """
 TRAIN, OFFLOADD, NO_URING = (os.path.abspath(path) for path in sys.argv[1:4])
 MODEL = ["--params", "1M", "--steps", "2", "--seq", "16", "--batch", "1", "--threads", "1", "--sample", "0", "--seed", "3"]
+MEMORY_GROUPS = [("/sys/fs/cgroup", "memory.max"), ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")]
+THREAD_GROUPS = [("/sys/fs/cgroup", "pids.max"), ("/sys/fs/cgroup/pids", "pids.max")]
+
+
+def limit_of_new_group(folder, name):
+    """Makes a control group below `folder`; the path of its limit, or None where there is none."""
+    group = os.path.join(folder, f"offload-test-{os.getpid()}")
+    try:
+        os.mkdir(group)
+    except OSError:
+        return None
+    if os.path.exists(os.path.join(group, name)):
+        return os.path.join(group, name)
+    os.rmdir(group)
+    return None
 
 
 class BadInputTest(unittest.TestCase):
@@ -91,6 +106,44 @@ class BadInputTest(unittest.TestCase):
     def test_budget_that_holds_nothing_at_all(self):
         self.refused(self.offloaded("--ram", "1MiB"), "OFD-1301", "passes through", "offloadctl plan")
 
+    def test_budget_above_what_the_control_group_may_have(self):
+        _, enter = self.control_group(MEMORY_GROUPS, 300 << 20)
+        large = ["--params", "40M", "--ram", "512MiB"]
+        self.refused(self.offloaded(*large), "OFD-1302", "memory", "control group", "Lower ram", launcher=enter)
+        self.assertEqual(self.run_trainer(self.offloaded("--job", "small"), launcher=enter).code, 0)
+
+    def test_too_few_threads_are_told_and_kill_nobody(self):
+        set_limit, enter = self.control_group(THREAD_GROUPS, 6)
+        outcomes = set()
+        for limit in range(6, 60, 6):
+            set_limit(limit)
+            run = self.run_trainer(self.offloaded("--job", f"job{limit}"), launcher=enter)
+            if run.code == 0:
+                self.assertEqual(len(self.losses(run)), 2)
+                outcomes.add("trained")
+            elif "OFD-" in run.stderr:
+                self.assertIn("--pids-limit", run.stderr)
+                outcomes.add("told")
+            else:  # the daemon has its threads, and torch has not
+                self.assertIn("Resource temporarily unavailable", run.stderr)
+            self.assertNotIn("Aborted", run.stderr)
+        self.assertEqual(outcomes, {"trained", "told"})
+
+    def control_group(self, kinds, limit):
+        """A control group with a limit: what sets another one, and what starts programs in it."""
+        path = next(filter(None, (limit_of_new_group(*kind) for kind in kinds)), None)
+        if path is None:
+            self.skipTest("no such control group can be made here")
+        group = os.path.dirname(path)
+        self.addCleanup(os.rmdir, group)
+
+        def set_limit(number):
+            with open(path, "w", encoding="ascii") as file:
+                file.write(str(number))
+
+        set_limit(limit)
+        return set_limit, ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "enter"]
+
     def test_job_that_is_open_elsewhere(self):
         other = Trainer(TRAIN, self.offloaded("--steps", "100000"), {"OFFLOADD_BINARY": OFFLOADD})
         try:
@@ -145,6 +198,15 @@ class BadInputTest(unittest.TestCase):
         self.assertEqual(run.code, 1)
         self.assertIn("OFD-1211", run.stderr)
 
+    def test_torch_without_avx2_would_have_other_bits(self):
+        self.refused(self.offloaded(), "OFD-1604", "ATEN_CPU_CAPABILITY", environment={"ATEN_CPU_CAPABILITY": "default"})
+
+    def test_no_place_for_the_socket_names_the_variable_for_another_one(self):
+        launcher = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /tmp && exec "$@"', "enter"]
+        if self.pool.startswith("/tmp/") or subprocess.run([*launcher, "true"], capture_output=True, check=False).returncode != 0:
+            self.skipTest("/tmp cannot be covered here")
+        self.refused(self.offloaded(), "OFD-1501", "XDG_RUNTIME_DIR", launcher=launcher, environment={"XDG_RUNTIME_DIR": ""})
+
     def test_small_memlock(self):
         run = self.run_trainer(self.offloaded(), launcher=["prlimit", "--memlock=65536"])
         self.assertEqual(run.code, 0, run.stderr)
@@ -159,6 +221,9 @@ class BadInputTest(unittest.TestCase):
             file.write(BRIEF_DAEMON)
         os.chmod(program, 0o700)
         self.refused(self.offloaded(), "OFD-1501", "exit status 3", environment={"OFFLOADD_BINARY": program})
+
+    def test_socket_that_nobody_listens_at(self):
+        self.refused(self.offloaded(), "OFD-1501", "/none", "without OFFLOADD_SOCKET", environment={"OFFLOADD_SOCKET": "/none"})
 
     def test_daemon_that_cannot_be_started(self):
         self.refused(self.offloaded(), "OFD-1501", "/none", environment={"OFFLOADD_BINARY": "/none"})

@@ -65,7 +65,8 @@ class ConfigCommand : public Command {
  private:
   absl::Status NeedFile() const {
     return file_.empty()
-               ? MakeError(ErrorId::kBadValue, absl::StrCat("config ", action_, " needs a file"))
+               ? MakeError(ErrorId::kBadValue, absl::StrCat("config ", action_, " needs a file"),
+                           absl::StrCat("Name it: offloadctl config ", action_, " FILE"))
                : absl::OkStatus();
   }
 

@@ -34,6 +34,7 @@
 #include "base/status_macros.h"
 #include "base/unique_fd.h"
 #include "kernels/isa.h"
+#include "proto/shared_memory.h"
 #include "swap/store.h"
 #include "tools/command.h"
 #include "tools/daemons.h"
@@ -67,7 +68,7 @@ std::string ReadFile(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// "MemAvailable: 123 kB" of /proc/meminfo, in bytes; 0 when it is not there.
+// "MemTotal: 123 kB" of /proc/meminfo, in bytes; 0 when it is not there.
 uint64_t MemoryInfo(const std::string& key) {
   std::istringstream lines(ReadFile("/proc/meminfo"));
   for (std::string name; lines >> name;) {
@@ -107,15 +108,10 @@ Check DescriptorCheck() {
 }
 
 Check MemoryCheck() {
-  const uint64_t available_bytes = MemoryInfo("MemAvailable");
   Check check = {"Memory", "available"};
-  check.detail =
-      absl::StrCat(FormatBytes(available_bytes), " of ", FormatBytes(MemoryInfo("MemTotal")));
-  const std::string maximum = ReadFile("/sys/fs/cgroup/memory.max");
-  uint64_t limit_bytes = 0;
-  if (std::istringstream(maximum) >> limit_bytes) {
-    absl::StrAppend(&check.detail, ", control group limit ", FormatBytes(limit_bytes));
-  }
+  const std::optional<proto::AvailableMemory> available = proto::FindAvailableMemory();
+  check.detail = absl::StrCat(available.has_value() ? available->Describe() : "unknown", " of ",
+                              FormatBytes(MemoryInfo("MemTotal")));
   return check;
 }
 

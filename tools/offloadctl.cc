@@ -104,6 +104,18 @@ class Printer {
   const bool json_;
 };
 
+// The command that was named, or the program.
+const CLI::App& Chosen(const CLI::App& app) {
+  const std::vector<const CLI::App*> commands =
+      app.get_subcommands([](const CLI::App* command) { return command->parsed(); });
+  return commands.empty() ? app : *commands.front();
+}
+
+// As it is typed.
+std::string PathOf(const CLI::App& app) {
+  return app.get_parent() == nullptr ? "offloadctl" : absl::StrCat("offloadctl ", app.get_name());
+}
+
 // Turns what the parser did not know into an error with the nearest word that it does know.
 absl::Status UnknownWord(const CLI::App& app, const std::string& word) {
   std::vector<std::string> known;
@@ -117,9 +129,7 @@ absl::Status UnknownWord(const CLI::App& app, const std::string& word) {
     for (const CLI::App* command : app.get_subcommands({})) known.push_back(command->get_name());
   }
   const std::string nearest = NearestWord(name, known);
-  const std::string path =
-      app.get_parent() == nullptr ? "offloadctl" : absl::StrCat("offloadctl ", app.get_name());
-  const std::string help = absl::StrCat(path, " --help lists all");
+  const std::string help = absl::StrCat(PathOf(app), " --help lists all");
   return MakeError(is_flag ? ErrorId::kUnknownFlag : ErrorId::kBadValue,
                    absl::StrCat(is_flag         ? "unknown flag "
                                 : known.empty() ? "unexpected argument "
@@ -156,6 +166,7 @@ struct CommandLine {
     app.name("offloadctl");
     app.allow_extras();
     app.require_subcommand(0, 1);
+    app.set_version_flag("--version", std::string("offloadctl ") + kVersion);
     for (const std::unique_ptr<Command>& command : commands) {
       CLI::App* child = app.add_subcommand(command->name(), command->summary());
       child->allow_extras();
@@ -201,8 +212,12 @@ int Main(int argc, char** argv) {
   } catch (const CLI::CallForHelp&) {
     std::cout << line.Help();
     return kDone;
+  } catch (const CLI::CallForVersion& version) {
+    std::cout << version.what() << std::endl;
+    return kDone;
   } catch (const CLI::ParseError& error) {
-    parsed = MakeError(ErrorId::kBadValue, error.what(), "See offloadctl --help");
+    parsed = MakeError(ErrorId::kBadValue, error.what(),
+                       absl::StrCat("See ", PathOf(Chosen(line.app)), " --help"));
   }
   const auto chosen = line.app.get_subcommands();
   const std::string name = chosen.empty() ? "" : chosen.front()->get_name();

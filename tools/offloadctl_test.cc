@@ -132,6 +132,19 @@ TEST_F(OffloadctlTest, SnapshotSaysWhatItWouldTakeAndDoesItWithYes) {
   EXPECT_EQ(Run("snapshot fork " + where + " --yes").exit_code, 2) << "needs --as";
 }
 
+TEST_F(OffloadctlTest, WhatIsMissingLeadsToTheHelpOfItsCommand) {
+  EXPECT_NE(Run("ls").error.find("POOL is required. See offloadctl ls --help."), std::string::npos)
+      << Run("ls").error;
+  EXPECT_NE(Run("").error.find("no command is given. See offloadctl --help."), std::string::npos);
+  EXPECT_NE(Run("config check").error.find("offloadctl config check FILE"), std::string::npos);
+}
+
+TEST_F(OffloadctlTest, TellsItsVersionAsAFlagToo) {
+  const Result flag = Run("--version");
+  EXPECT_EQ(flag.exit_code, 0) << flag.error;
+  EXPECT_TRUE(flag.out.starts_with("offloadctl ")) << flag.out;
+}
+
 TEST_F(OffloadctlTest, UnknownFlagsAndCommandsGetASuggestion) {
   const Result flag = Run("plan --parms 1M");
   EXPECT_EQ(flag.exit_code, 2);

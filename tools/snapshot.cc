@@ -80,11 +80,13 @@ class SnapshotCommand : public Command {
  private:
   absl::Status CheckArguments() const {
     if (action_ != "ls" && action_ != "fork" && snapshot_.empty()) {
-      return MakeError(ErrorId::kBadValue,
-                       absl::StrCat("snapshot ", action_, " needs a name for the snapshot"));
+      return MakeError(
+          ErrorId::kBadValue, absl::StrCat("snapshot ", action_, " needs a name for the snapshot"),
+          absl::StrCat("Give it: offloadctl snapshot ", action_, " ", pool_, " ", job_, " NAME"));
     }
     if (action_ == "fork" && fork_job_.empty())
-      return MakeError(ErrorId::kBadValue, "snapshot fork needs --as, the new job's name");
+      return MakeError(ErrorId::kBadValue, "snapshot fork needs --as, the new job's name",
+                       "Give it: --as NAME");
     if (action_ == "create") OFFLOAD_RETURN_IF_ERROR(swap::CheckSnapshotName(snapshot_));
     if (action_ == "create" && FindSnapshot().ok()) {
       return MakeError(ErrorId::kSnapshot,

@@ -266,8 +266,31 @@ def _write_global_state(folder, step):
         _write_file(os.path.join(folder, name), engine)
 
 
+class _Target:
+    """A file for torch.save(), whose writer makes something else of an error: it is kept."""
+
+    def __init__(self, file):
+        self._file, self.error = file, None
+
+    def write(self, data):
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self):
+        self._file.flush()
+
+
 def _write_file(path, value):
     with open(path, "wb") as file:
-        torch.save(value, file)
+        target = _Target(file)
+        try:
+            torch.save(value, target)
+        except RuntimeError:
+            if target.error is None:
+                raise
+            raise target.error from None
         file.flush()
         os.fsync(file.fileno())

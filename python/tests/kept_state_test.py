@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import resource
 import shutil
 import sys
 import zipfile
@@ -768,6 +769,27 @@ def universal_checkpoints_that_offloadctl_refuses(run):
             raise AssertionError("was taken")
         except offloadd.Error as error:
             assert error.id == error_id, error
+    return told
+
+
+@case(**REFUSED)
+def universal_checkpoints_that_find_no_room(run):
+    model = run.make(Net)
+    optimizer = fused(model.parameters())
+    handle = run.attach(model, optimizer)
+    told = train_net(run, model, optimizer, 0)
+    folder = os.path.join(run.folder, f"little-{run.offloaded}")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        handle.save_universal(folder, "here")
+        raise AssertionError("there was room")
+    except offloadd.Error as error:
+        assert error.id == 1404, error
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not os.path.exists(os.path.join(folder, "here")), "a part of one"
+    handle.save_universal(folder, "here")
     return told
 
 
