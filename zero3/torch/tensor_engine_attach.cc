@@ -253,7 +253,9 @@ void TensorEngine::CheckRam(const std::vector<Parameter>& more,
   const PlanInput input = DescribeJob(more, optimizer, all);
   if (MakePlan(input).ok()) return;
   all.AddSlots(ExpectedSlots(input.catalogue.tensors));
-  ThrowIfError(MakePlan(DescribeJob(more, optimizer, all)).status());
+  PlanInput with_slots = DescribeJob(more, optimizer, all);
+  with_slots.more_may_come = true;
+  ThrowIfError(MakePlan(with_slots).status());
 }
 
 void TensorEngine::PlanForDevice(const Parameter& parameter, const PlanInput& input,
