@@ -78,6 +78,34 @@ void AddAWiderHead(Run& run) {
   run.See(static_cast<double>(engine->step()));
 }
 
+// Nothing has touched the first head when another takes its name: of a new job, and of one that
+// goes on.
+void ReplaceTheHeadAtOnce(Run& run, bool goes_on) {
+  std::shared_ptr<Classifier> model;
+  std::shared_ptr<Engine> engine;
+  std::unique_ptr<optim::Optimizer> own;
+  const auto attach = [&] {
+    own.reset();
+    own = Adam(model->parameters());
+    engine->Attach(*model, *own);
+  };
+  const auto begin = [&](bool is_first) {
+    own.reset();
+    engine.reset();
+    model = std::make_shared<Classifier>(run);
+    engine = is_first ? run.Open() : run.Reopen();
+    attach();
+  };
+  begin(/*is_first=*/true);
+  if (goes_on) TrainClassifier(run, *model, *own, 0, 2);
+  if (goes_on && !IsInMemory()) begin(/*is_first=*/false);
+  torch::manual_seed(7);
+  model->head = model->replace_module("head", run.Cast(nn::Linear(kInner, 6)));
+  attach();
+  TrainClassifier(run, *model, *own, 2, 4);
+  run.See(*model);
+}
+
 // What SaveWeights() writes into a module is seen.
 void SeeSaved(Run& run, Engine& engine, nn::Module& into) {
   const std::filesystem::path folder =
@@ -201,6 +229,10 @@ Programs GrowthPrograms() {
          run.See(*behind);
        }},
       {"a_head_with_the_name_of_another", AddAWiderHead},
+      {"a_head_replaced_before_its_first_use",
+       [](Run& run) { ReplaceTheHeadAtOnce(run, /*goes_on=*/false); }},
+      {"a_head_replaced_where_a_job_goes_on",
+       [](Run& run) { ReplaceTheHeadAtOnce(run, /*goes_on=*/true); }},
       {"grown_and_resumed", [](Run& run) { ResumeGrown(run, /*with_a_step=*/true); }},
       {"resumed_before_the_first_step_with_more",
        [](Run& run) { ResumeGrown(run, /*with_a_step=*/false); }},

@@ -329,6 +329,16 @@ TEST(SeveralModulesTest, ObjectsThatShareParametersGoOn) {
   }
 }
 
+TEST(SeveralModulesTest, TheLeastRamOfTheFirstSaysThatMoreNeedsMore) {
+  SetOffloading(true);
+  Options options = OptionsFor("more_modules");
+  options.ram = "9MiB";
+  const std::shared_ptr<Engine> engine = Engine::Open(options);
+  nn::Linear module(1024, 1024);
+  ExpectError(1301, "what is attached after this needs more",
+              [&] { engine->AdamW(*module, torch::optim::AdamWOptions(1e-3)); });
+}
+
 TEST(SeveralModulesTest, ParameterGivenToTwoOptimizersIsRefused) {
   for (const bool offloading : {false, true}) {
     SetOffloading(offloading);

@@ -330,6 +330,26 @@ void NoOptimizer(const Arguments&) {
   PrintEvaluation(Loss(model, 0));
 }
 
+// A gradient that its optimizer takes in memory only: the program goes on without the steps.
+void RefusedSteps(const Arguments& arguments) {
+  torch::manual_seed(3);
+  Linear model(64, 64);
+  SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9));
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    optimizer.zero_grad();
+    torch::embedding(model->weight, torch::arange(5), /*padding_idx=*/-1,
+                     /*scale_grad_by_freq=*/false, /*sparse=*/true)
+        .square()
+        .mean()
+        .backward();
+    try {
+      optimizer.step();
+    } catch (const std::exception& error) {
+      std::cout << error.what() << "\n";
+    }
+  }
+}
+
 void DoublePrecision(const Arguments& arguments) {
   Linear model(64, 64);
   model->to(torch::kDouble);
@@ -599,6 +619,7 @@ int main(int argc, char** argv) {
       {"derived", Derived},
       {"closures", Closures},
       {"no_optimizer", NoOptimizer},
+      {"refused_steps", RefusedSteps},
       {"double_precision", DoublePrecision},
       {"sixteen_bits", SixteenBits},
       {"sixteen_bits_read", SixteenBitsRead},

@@ -905,10 +905,13 @@ bool ArePeers(const std::string& job) { return job.find("Peers") != std::string:
 
 // The stand-in of this process, of which no tensor may live. With an address it reaches others.
 accelerator::HostAccelerator& NewDevice(bool is_late, const std::string& address = "") {
-  auto* const device = new accelerator::HostAccelerator(
-      {.pace = is_late ? accelerator::Pace::kLate : accelerator::Pace::kRandom,
-       .queries_are_late = is_late,
-       .peer_address = address});  // outlives what torch keeps of it
+  // Outlives what torch keeps of it.
+  static auto* const kDevices = new std::vector<std::unique_ptr<accelerator::HostAccelerator>>;
+  const auto& device = kDevices->emplace_back(
+      std::make_unique<accelerator::HostAccelerator>(accelerator::HostAccelerator::Options{
+          .pace = is_late ? accelerator::Pace::kLate : accelerator::Pace::kRandom,
+          .queries_are_late = is_late,
+          .peer_address = address}));
   UseStandin(*device);
   return *device;
 }

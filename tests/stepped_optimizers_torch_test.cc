@@ -544,14 +544,60 @@ TEST(SparseGradientsTest, AreRefusedWhereTorchTakesNone) {
   }
 }
 
-TEST(SparseGradientsTest, AreRefusedWhereAnOptimizerOfTheEngineWouldKeepSparseState) {
+// As torch's class, in the trainer's process; killed in between, it goes on with its sparse
+// buffers.
+TEST(SparseGradientsTest, MomentumOfAnOptimizerOfTheEngineIsThatOfTorch) {
+  const auto options = optim::SGDOptions(0.5).momentum(0.9);
+  const auto train = [&](Where where, std::vector<int64_t> parts) {
+    SetOffloading(where == Where::kOffloaded);
+    Log log;
+    std::shared_ptr<SparseModel> model;
+    Optimizer optimizer;
+    std::shared_ptr<Engine> engine;
+    int64_t step = 0;
+    for (const int64_t end : parts) {
+      optimizer.reset();
+      engine.reset();
+      model = std::make_shared<SparseModel>();
+      if (where == Where::kPlain) {
+        optimizer = std::make_shared<optim::SGD>(model->parameters(), options);
+      } else {
+        engine = Engine::Open(PoolOptions("sparse_given", "256MiB"));
+        optimizer = engine->SGD(*model, options);
+        EXPECT_EQ(engine->step(), step);
+      }
+      for (; step < end; ++step) {
+        const Tensor loss = model->Loss(step);
+        loss.backward();
+        optimizer->step();
+        optimizer->zero_grad();
+        log.push_back(loss.detach().clone());
+      }
+    }
+    for (const Tensor& parameter : model->parameters()) log.push_back(parameter.detach().clone());
+    return log;
+  };
+  const Log expected = train(Where::kPlain, {5});
+  ExpectSame(expected, train(Where::kInMemory, {5}));
+  ExpectSame(expected, train(Where::kOffloaded, {2, 5}));
+}
+
+TEST(SparseGradientsTest, AreRefusedWhereNothingSaysThatMomentumWouldBeSparse) {
+  struct Table : nn::Module {
+    Table() { rows = register_parameter("rows", torch::ones({500, 100})); }
+    Tensor rows;
+  };
   for (const bool offloading : {false, true}) {
     SetOffloading(offloading);
-    SparseModel model;
-    const auto engine = Engine::Open(PoolOptions("sparse_given", "256MiB"));
-    const auto optimizer = engine->SGD(model, optim::SGDOptions(0.5).momentum(0.9));
-    model.Loss(0).backward();
-    ExpectError(1604, "attach an object of torch::optim::SGD", [&] { optimizer->step(); });
+    Table table;
+    const auto engine = Engine::Open(PoolOptions("sparse_unsaid", "256MiB"));
+    const auto optimizer = engine->SGD(table, optim::SGDOptions(0.5).momentum(0.9));
+    const Tensor found = torch::embedding(table.rows, torch::randint(500, {64}),
+                                          /*padding_idx=*/-1, /*scale_grad_by_freq=*/false,
+                                          /*sparse=*/true);
+    found.square().mean().backward();
+    ExpectError(1604, "let a torch::nn::Embedding or EmbeddingBag of the attached module",
+                [&] { optimizer->step(); });
   }
 }
 

@@ -1154,6 +1154,46 @@ TEST(ResumeTest, BuffersAreThoseOfTheUninterruptedRun) {
   ExpectSame(expected, TrainWithBuffers("buffers", 6, false), "resumed");
 }
 
+// Averages that follow step(): the last ones before a kill are done anew, as docs/attach.md says.
+std::vector<Tensor> TrainWithAverages(int64_t steps, bool kill_after) {
+  torch::manual_seed(5);
+  nn::Linear model(kWidth, 300);
+  const Tensor average = model->register_buffer("average", torch::zeros_like(model->weight));
+  auto engine = Engine::Open(OptionsFor("averages"));
+  auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-2));
+  const auto follow = [&] {
+    const torch::NoGradGuard no_grad;
+    average.lerp_(model->weight, 0.25);
+  };
+  if (engine->step() > 0) follow();
+  for (int64_t step = engine->step(); step < steps; ++step) {
+    optimizer->zero_grad();
+    model->forward(Numbers(step, {6, kWidth})).square().mean().backward();
+    optimizer->step();
+    follow();
+  }
+  if (kill_after) {
+    engine->WaitDurable();
+    kill(getpid(), SIGKILL);
+  }
+  return {average.clone(), model->weight.detach().clone()};
+}
+
+TEST(ResumeTest, AveragesThatFollowAStepGoOnWhereTheyAreDoneAnew) {
+  SetOffloading(false);
+  const auto expected = TrainWithAverages(5, false);
+  SetOffloading(true);
+  const pid_t child = fork();
+  if (child == 0) {
+    TrainWithAverages(3, true);
+    _exit(1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
+  ExpectSame(expected, TrainWithAverages(5, false), "resumed");
+}
+
 TEST(ResumeTest, BuffersAreInFiles) {
   std::vector<std::vector<Tensor>> results;
   for (const bool offloading : {false, true}) {

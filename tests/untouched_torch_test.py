@@ -222,6 +222,11 @@ class UntouchedTest(unittest.TestCase):
         result = self.check_oddity("own_step")
         self.assertIn("is still at step 0: no step of an optimizer of torch::optim was seen", result.error)
 
+    def test_a_program_whose_steps_are_refused_is_not_told_that_none_was_seen(self):
+        result = self.oddity("refused_steps")
+        self.assertEqual(result.out.count("OFD-1604 the gradient of parameter"), 4, result.out)
+        self.assertIn("is still at step 0: no step of the program's optimizer was taken", result.error)
+
     def test_phases_have_optimizers_of_their_own(self):
         plain, offloaded = self.plain("oddities", "4", self.file("plain"), "phases"), self.oddity("phases")
         self.assertEqual((offloaded.code, offloaded.out), (0, plain.out), offloaded.error)

@@ -607,7 +607,8 @@ absl::Status TooSmall(const PlanInput& input, const Needs& needs, uint64_t floor
       absl::StrCat("Set ram to at least ", floor, " bytes",
                    spill ? absl::StrCat(", or ", floor_without_spilling,
                                         " bytes to keep gradients in memory")
-                         : ""));
+                         : "",
+                   input.more_may_come ? "; what is attached after this needs more" : ""));
 }
 
 }  // namespace

@@ -42,6 +42,7 @@ struct PlanInput {
   uint32_t good_pipeline_blocks = proto::Depths().pipeline_blocks;  // ChooseDepths()
   double write_cost = proto::kWriteCost;  // of a written byte, in read ones: WriteCost()
   ZeroPolicy policy;
+  bool more_may_come = false;  // the catalogue is of what is known so far; a refusal says so
 
   // Whether the daemon makes one gradient of the ranks'.
   bool AddsGradients() const { return world_size > 1 && !gradients_reduced; }

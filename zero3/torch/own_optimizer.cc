@@ -29,6 +29,7 @@
 #include "zero3/torch/module_engine.h"
 #include "zero3/torch/named_optimizer.h"
 #include "zero3/torch/process_memory.h"
+#include "zero3/torch/sparse_update.h"
 #include "zero3/torch/square_roots.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
@@ -532,33 +533,10 @@ bool HasRootsOfItsOwn(const NamedOptimizer& named, const std::vector<OptimizerPa
          SpecOfAll(named, groups).TakesLibraryRoots() && !TorchDoubleRootsAreNearest();
 }
 
-// torch's SGD keeps a sparse buffer of such gradients, whose elements are added one by one: no
-// plane of the job has its bits.
-bool HasSparseMomentum(const torch::nn::Module& module, const Optimizer& optimizer) {
-  std::unordered_set<const void*> sparse;
-  const auto add = [&](const auto& embedding) {
-    const at::Tensor& weight = embedding.weight;
-    if (embedding.options.sparse() && weight.defined() && weight.requires_grad() &&
-        weight.scalar_type() == MasterType(weight))
-      sparse.insert(weight.unsafeGetTensorImpl());
-  };
-  const auto look = [&](const torch::nn::Module& part) {
-    if (const auto* const one = part.as<torch::nn::EmbeddingImpl>()) add(*one);
-    if (const auto* const bag = part.as<torch::nn::EmbeddingBagImpl>()) add(*bag);
-  };
-  look(module);
-  // Itself may be on the stack.
-  for (const auto& part : module.modules(/*include_self=*/false)) look(*part);
-  if (sparse.empty() || dynamic_cast<const torch::optim::SGD*>(&optimizer) == nullptr) return false;
-  const auto keeps = [&](const OptimizerParamGroup& group) {
-    const auto& options = static_cast<const torch::optim::SGDOptions&>(
-        group.has_options() ? group.options() : optimizer.defaults());
-    return options.momentum() != 0 &&
-           std::any_of(group.params().begin(), group.params().end(), [&](const at::Tensor& tensor) {
-             return sparse.contains(tensor.unsafeGetTensorImpl());
-           });
-  };
-  return std::any_of(optimizer.param_groups().begin(), optimizer.param_groups().end(), keeps);
+bool KeepsSparsely(const torch::nn::Module& module, const Optimizer& optimizer) {
+  return dynamic_cast<const torch::optim::SGD*>(&optimizer) != nullptr &&
+         HasSparseMomentum(module, optimizer.param_groups(),
+                           static_cast<const torch::optim::SGDOptions&>(optimizer.defaults()));
 }
 
 // Leaves out of `groups` what they have named before. Whether there was something.
@@ -752,7 +730,7 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
   const bool steps_itself =
       named.has_value()
           ? shares || zero3::HasRootsOfItsOwn(*named, groups) ||
-                ((names_twice || zero3::HasSparseMomentum(module, optimizer)) && world_size() == 1)
+                ((names_twice || zero3::KeepsSparsely(module, optimizer)) && world_size() == 1)
           : dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr;
   if (named.has_value() || steps_itself) zero3::CheckIsInFront();
   if (steps_itself) {

@@ -4,8 +4,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/sparse_coo_tensor.h>
+#include <torch/nn/modules/embedding.h>
 
+#include <algorithm>
 #include <string>
+#include <unordered_set>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -63,12 +66,41 @@ bool IsSparseUpdate(const OptimizerSpec& optimizer, const Tensor& parameter,
                              "are added one by one"
                            : " with weight_decay takes no sparse gradient in torch"),
         keeps
-            ? "Give the embedding sparse(false), or its parameters a group without momentum; or "
-              "attach an object of torch::optim::SGD with a module of torch::nn::Embedding, which "
-              "then runs in this process"
+            ? "Give it sparse = false, or the parameter a group without momentum; or let a "
+              "torch::nn::Embedding or EmbeddingBag of the attached module with sparse(true) have "
+              "the parameter (one rank): the optimizer then runs in this process"
             : "Give the embedding sparse(false), or its parameters a group without weight_decay"));
   }
   return true;
+}
+
+bool HasSparseMomentum(const torch::nn::Module& module,
+                       const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                       const torch::optim::SGDOptions& defaults) {
+  std::unordered_set<const void*> sparse;
+  const auto add = [&](const auto& embedding) {
+    const Tensor& weight = embedding.weight;
+    if (embedding.options.sparse() && weight.defined() && weight.requires_grad() &&
+        weight.scalar_type() == MasterType(weight))
+      sparse.insert(weight.unsafeGetTensorImpl());
+  };
+  const auto look = [&](const torch::nn::Module& part) {
+    if (const auto* const one = part.as<torch::nn::EmbeddingImpl>()) add(*one);
+    if (const auto* const bag = part.as<torch::nn::EmbeddingBagImpl>()) add(*bag);
+  };
+  look(module);
+  // Itself may be on the stack.
+  for (const auto& part : module.modules(/*include_self=*/false)) look(*part);
+  const auto keeps = [&](const torch::optim::OptimizerParamGroup& group) {
+    const auto* const own = group.has_options()
+                                ? dynamic_cast<const torch::optim::SGDOptions*>(&group.options())
+                                : nullptr;
+    return (own != nullptr ? *own : defaults).momentum() != 0 &&
+           std::any_of(group.params().begin(), group.params().end(), [&](const Tensor& tensor) {
+             return sparse.contains(tensor.unsafeGetTensorImpl());
+           });
+  };
+  return !sparse.empty() && std::any_of(groups.begin(), groups.end(), keeps);
 }
 
 void AddSparsely(const OptimizerSpec& optimizer, const Tensor& gradient, Tensor& weight,

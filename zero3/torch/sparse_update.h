@@ -11,8 +11,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/optim/sgd.h>
 
 #include <string_view>
+#include <vector>
 
 #include "kernels/optimizer.h"
 #include "zero3/torch/kept_state.h"
@@ -24,6 +27,13 @@ namespace offload::zero3 {
 // empty.
 bool IsSparseUpdate(const kernels::OptimizerSpec& optimizer, const at::Tensor& parameter,
                     std::string_view name);
+
+// Whether SGD with these groups has momentum over embeddings of `module` with sparse(true): torch's
+// class keeps a sparse buffer of their gradients, whose elements are added one by one, and no plane
+// of a job has its bits.
+bool HasSparseMomentum(const torch::nn::Module& module,
+                       const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                       const torch::optim::SGDOptions& defaults);
 
 // Takes one step: changes `weight`, and of `state` the count and, with Adagrad, the sum, which may
 // be undefined before the first.

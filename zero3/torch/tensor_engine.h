@@ -230,6 +230,8 @@ class TensorEngine {
 
   // What of the list the job does not have, as it would be declared.
   std::vector<Parameter> FindNew(std::span<const NamedTensor> tensors) const;
+  // A declared one, which a module has no more under its name.
+  bool HasNameOfAnother(const std::vector<Parameter>& parameters) const;
   // With the large ones of `buffers` behind the parameters.
   PlanInput DescribeJob(const std::vector<Parameter>& more, const kernels::OptimizerSpec& optimizer,
                         const Buffers& buffers) const;

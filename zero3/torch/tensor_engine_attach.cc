@@ -10,6 +10,7 @@
 #include <map>
 #include <numeric>
 #include <span>
+#include <string_view>
 #include <thread>
 #include <unordered_set>
 #include <utility>
@@ -195,6 +196,13 @@ std::vector<TensorEngine::Parameter> TensorEngine::FindNew(
   return parameters;
 }
 
+bool TensorEngine::HasNameOfAnother(const std::vector<Parameter>& parameters) const {
+  std::unordered_set<std::string_view> names;
+  for (const proto::Tensor& tensor : declared_) names.insert(tensor.name);
+  return std::any_of(parameters.begin(), parameters.end(),
+                     [&](const Parameter& parameter) { return names.contains(parameter.name); });
+}
+
 WeightResidency* TensorEngine::Own(const at::Tensor& tensor) const {
   auto* const weight = dynamic_cast<WeightResidency*>(Residency::Of(tensor));
   return weight != nullptr && weight->attachment() == attachment_.get() ? weight : nullptr;
@@ -253,7 +261,9 @@ void TensorEngine::CheckRam(const std::vector<Parameter>& more,
   const PlanInput input = DescribeJob(more, optimizer, all);
   if (MakePlan(input).ok()) return;
   all.AddSlots(ExpectedSlots(input.catalogue.tensors));
-  ThrowIfError(MakePlan(DescribeJob(more, optimizer, all)).status());
+  PlanInput with_slots = DescribeJob(more, optimizer, all);
+  with_slots.more_may_come = true;
+  ThrowIfError(MakePlan(with_slots).status());
 }
 
 void TensorEngine::PlanForDevice(const Parameter& parameter, const PlanInput& input,
@@ -276,6 +286,10 @@ bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
                           const kernels::OptimizerSpec& optimizer,
                           std::span<const NamedTensor> buffers, bool takes_now) {
   std::vector<Parameter> parameters = FindNew(tensors);
+  if (!attached_.sealed && HasNameOfAnother(parameters)) {
+    Seal();  // the model has changed since it was attached: what comes now is laid out anew
+    parameters = FindNew(tensors);
+  }
   if (parameters.empty() && declared_.empty())
     ThrowStatus(MakeError(ErrorId::kUnsupportedModel, "the module has no parameters",
                           "Attach it when it has what is to be trained"));

@@ -665,6 +665,7 @@ Optimizer* Watch::BeforeStep(Optimizer& optimizer) {
   if (seen->attached == nullptr) TakeOver(*seen);  // made after the first forward pass
   Follow(optimizer, *seen);
   seen->has_stepped = true;
+  has_seen_step_ = true;
   return seen->attached.get();
 }
 
@@ -676,9 +677,12 @@ void Watch::Commit() {
   try {
     engine_->WaitDurable();
     if (engine_->step() == begun_at_) {
-      Say(absl::StrCat("job ", options_.job, " is still at step ", begun_at_,
-                       ": no step of an optimizer of torch::optim was seen, and what the program "
-                       "has made of the weights by itself is not part of the job"));
+      Say(absl::StrCat("job ", options_.job, " is still at step ", begun_at_, ": no step of ",
+                       has_seen_step_
+                           ? "the program's optimizer was taken (the program was told why)"
+                           : "an optimizer of torch::optim was seen",
+                       ", and what the program has made of the weights by itself is not part of "
+                       "the job"));
     }
   } catch (const std::exception& error) {
     Say(error.what());

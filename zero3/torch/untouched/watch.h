@@ -148,6 +148,7 @@ class Watch {
   std::shared_ptr<torch::nn::Module> model_;
   std::unordered_set<const void*> attached_tensors_;  // TensorImpl, of the job's parameters
   size_t later_count_ = 0;  // of parameters that were made since the attach
+  bool has_seen_step_ = false;
   bool has_said_masters_ = false;
   int64_t buffer_writes_ = 0;  // when the last optimizer was made
 };
