@@ -12,7 +12,7 @@ import weakref
 import torch
 from torch._guards import active_fake_mode
 
-from . import attaching, jobs
+from . import attaching, jobs, lightning_ranks
 from .errors import class_of
 from .kinds import are_together
 from .library import is_disabled
@@ -224,15 +224,16 @@ class Watch:
             chosen.append(optimizer)
         return chosen
 
-    def options_of_next(self):
-        """Of the next job of this process: a script that trains several models, one after the other, has a job for each, as has one that
+    def options_of_next(self, options=None):
+        """`options`, by default our own, of the next job of this process: a script that trains several models, one after the other, has a job for each, as has one that
         forks a process for each."""
         self._jobs += 1
-        job = self.options.get("job")
+        options = self.options if options is None else options
+        job = options.get("job")
         if job is None:
-            return self.options
-        process = "" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else self._process  # ranks have one together
-        return {**self.options, "job": job + process + (f"-{self._jobs}" if self._jobs > 1 else "")}
+            return options
+        process = "" if int(options.get("world_size") or os.environ.get("WORLD_SIZE") or 1) > 1 else self._process  # ranks have one together
+        return {**options, "job": job + process + (f"-{self._jobs}" if self._jobs > 1 else "")}
 
     def tell_at_the_end(self):
         """A script may train without a torch.optim.Optimizer, or without ever calling a module: then nothing is offloaded."""
@@ -262,7 +263,7 @@ class Watch:
         if not optimizers:
             return
         self._wait_no_more()
-        chosen, options = self.of_one_job(optimizers), self.options_of_next()
+        chosen, options = self.of_one_job(optimizers), self.options_of_next(lightning_ranks.options_in([module], self.options, is_untouched=True))
         for each in chosen:
             self._waiting.pop(id(each), None)
         called = module
