@@ -10,7 +10,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import anew, followers, in_memory, jobs, lightning_position, pickled, safetensors_files, served
+from . import anew, followers, in_memory, jobs, lightning_position, lightning_ranks, pickled, safetensors_files, served
 from .attachable import without_prepare, without_wrapper
 from .beginning import Beginning, has_begun
 from .errors import Error
@@ -179,6 +179,7 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
         raise Error.of(1604, "attach() was given a list of no optimizers", "Give it the optimizer; without one, optimizer=None, a model is only read")
     if not models and (optimizer is None or isinstance(optimizer, type)):
         raise Error.of(1601, "attach() was given no model", "Give it the model, attach(model, optimizer, …)")
+    is_untouched = "_beside" in others
     beside = others.pop("_beside", ())  # modules of which the job is to have the buffers, too
     is_only_read = optimizer is None
     if is_only_read:
@@ -200,6 +201,8 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
     options = of_arguments(nvme_path, ram, job, config, others)
     if is_disabled():
         options, _constructed_in_memory = {**_constructed_in_memory, **options}, {}
+    if not is_untouched:
+        options = lightning_ranks.options_in(models, options)
     if reduces_gradients({**(jobs.constructed.options if jobs.constructed is not None else {}), **options}):
         models = [without_wrapper(each) for each in models]
     if is_disabled():
@@ -238,8 +241,13 @@ def _outside_of_transforms():
 
 @_outside_of_transforms()
 def _attach(models, optimizers, options, unfreeze, initial_weights, beside, is_only_read=False):
-    engine, jobs.constructed = jobs.constructed, None
-    engine = _open_engine(options) if engine is None else engine.take()
+    opened, jobs.constructed = jobs.constructed, None
+    with lightning_ranks.explaining(options):
+        engine = _open_engine(options) if opened is None else opened.take()
+        return _attached(engine, models, optimizers, options, unfreeze, initial_weights, beside, is_only_read)
+
+
+def _attached(engine, models, optimizers, options, unfreeze, initial_weights, beside, is_only_read):
     handle = None
     try:
         is_pickled = initial_weights is not None and pickled.files_of(initial_weights) is not None

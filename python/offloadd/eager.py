@@ -33,11 +33,16 @@ def _refuse_for_operator(function):
                    "is offloaded: weights that those functions use would get no gradients", "Write it as an ordinary if, or a loop, of Python")
 
 
+def _has_compiled():
+    """Whether torch.compile() was called; torch itself imports torch._dynamo for optimizers."""
+    return any(map(callable, getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {}).values()))
+
+
 def run_eagerly():
     """Compiled kernels read weights by raw pointers: what is compiled runs eagerly while a job is open. torch._dynamo, which is slow to
     import, is left alone where nobody uses it."""
     if "torch._dynamo" in sys.modules:
-        _force_eager(tell=False)
+        _force_eager(tell=_has_compiled())
     if getattr(torch.compile, "_offloadd", False):
         return
     original = torch.compile

@@ -3,6 +3,8 @@
 import atexit
 import ctypes
 import gc
+import multiprocessing.process
+import multiprocessing.util
 import os
 import sys
 import weakref
@@ -12,6 +14,7 @@ from . import followers, in_memory, served
 # A job is open while its model, its optimizer or its handle lives.
 _open_handles = weakref.WeakSet()
 _made = 0  # handles, in this process
+_ends_otherwise_in = 0  # a process
 by_model = weakref.WeakKeyDictionary()  # its handle, the last one, or what is left of that
 constructed = None  # an engine that init() has opened and no attach() has taken
 
@@ -28,9 +31,12 @@ class OfProcess:
 
 def add(handle):
     """One that has been attached."""
-    global _made
+    global _made, _ends_otherwise_in
     _open_handles.add(handle)
     _made += 1
+    if _ends_otherwise_in != os.getpid() and multiprocessing.process.parent_process() is not None:  # one that does not run what atexit has
+        _ends_otherwise_in = os.getpid()
+        multiprocessing.util.Finalize(None, _close_all, exitpriority=0)
     for model in handle.models:
         by_model[model] = handle
 

@@ -49,8 +49,11 @@ def _is_tried(trainer):
     return trainer.fast_dev_run or type(trainer.logger).__name__ == "DummyLogger"
 
 
-def tell_where_it_begins(handle):
-    """Lightning, which has no checkpoint, in a job that has steps."""
+def tell_where_it_begins(handle, ranks=None):
+    """Lightning, which has no checkpoint, in a job that has steps. `ranks`: how many the run before had, where it could go on with as many only."""
+    if ranks not in (None, handle.world_size):
+        _log.warning("offloadd: the last run of job %s was one of %d ranks, and this is one of %d: where it was in its data is known for as many ranks only",
+                     handle.job, ranks, handle.world_size)
     _log.warning("offloadd: job %s is at step %d, and Lightning begins at its first one, with no checkpoint: it takes all of its steps once more, on what "
                  "the job has. To go on where the run before was, give fit() the last checkpoint, ckpt_path=…; to begin anew name another job, or remove "
                  "this one, offloadctl rm %s %s --yes", handle.job, handle.step, handle.nvme_path, handle.job)
@@ -163,7 +166,7 @@ class _Run:
         handle, is_automatic = self._handle, self._trainer.lightning_module.automatic_optimization
         if self._packed_data is None:
             self._packed_data = lightning_kept.bytes_of(self._data)
-        return lightning_kept.marked({"number": self._number, "job_step": handle.step + 1, "steps": handle.step + 1 - self._begun_at,
+        return lightning_kept.marked({"number": self._number, "ranks": handle.world_size, "job_step": handle.step + 1, "steps": handle.step + 1 - self._begun_at,
                                       "usual": self._usual or len(handle.optimizers), "is_automatic": is_automatic, "data": self._packed_data,
                                       "numbers": self._numbers, "random": random_state(), "loops": self._loops,
                                       "outputs": self._outputs() if is_automatic else None, **now})
@@ -213,10 +216,15 @@ class _Run:
         kept = lightning_kept.kept_in(handle.trainer_state)
         if kept is not None or not handle.trainer_state:
             handle.at_steps, self._kept_last = self._keep, handle.trainer_state
-        if not begun or (kept is not None and kept["number"] < self._number):  # the job has no step of this fit()
+        has_no_step_of_this = not begun or (kept is not None and kept["number"] < self._number)
+        goes_on = kept is not None and (kept["job_step"], kept["number"], kept.get("ranks", 1)) == (handle.step, self._number, handle.world_size)
+        if trainer.world_size > 1:  # they all go on, or none does
+            has_no_step_of_this = trainer.strategy.reduce_boolean_decision(has_no_step_of_this)
+            goes_on = trainer.strategy.reduce_boolean_decision(goes_on)
+        if has_no_step_of_this:
             return
-        if kept is None or (kept["job_step"], kept["number"]) != (handle.step, self._number):
-            tell_where_it_begins(handle)
+        if not goes_on:
+            tell_where_it_begins(handle, kept and kept.get("ranks", 1))
             return
         _log.warning("offloadd: continuing at step %d, where job %s is; no checkpoint is read", handle.step, handle.job)
         if kept["steps"] < kept["usual"]:

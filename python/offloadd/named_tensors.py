@@ -117,7 +117,8 @@ class Reassigned:
             _log.warning("offloadd: %s", text)
 
     def _tell_of_new(self):
-        """Of buffers that a module has made since."""
+        """Of buffers that modules have made since (masks, as of torch.nn.utils.prune), in a line for all modules of a class."""
+        made = {}  # (key, class) -> how many modules
         for n, (place, count, there) in enumerate(self._there):
             module = place()
             if module is None or count == len(module._buffers) == len(there):
@@ -126,8 +127,10 @@ class Reassigned:
             self._there[n] = place, len(module._buffers), there.union(new)
             for key in new:
                 if key not in module._non_persistent_buffers_set:
-                    _log.warning("offloadd: buffer %s of %s was not there when it was attached: what it holds is not part of the job, and a run "
-                                 "that is resumed begins without it. Give it a value before attach()", key, class_of(module))
+                    made[key, class_of(module)] = made.get((key, class_of(module)), 0) + 1
+        for (key, name), count in made.items():
+            _log.warning("offloadd: buffer %s of %s was not there when it was attached: what it holds is not part of the job, and a run that is resumed "
+                         "begins without it. Give it a value before attach()", key, name + (f", and of {count - 1} more," if count > 1 else ""))
 
     def take_alike(self, engine):
         """Buffers that others like them have replaced."""

@@ -7,12 +7,13 @@ import itertools
 import logging
 import os
 import sys
+import warnings
 import weakref
 
 import torch
 from torch._guards import active_fake_mode
 
-from . import attaching, jobs
+from . import attaching, jobs, lightning_ranks
 from .errors import class_of
 from .kinds import are_together
 from .library import is_disabled
@@ -24,6 +25,9 @@ _log = logging.getLogger("offloadd")
 
 
 _closure_first = set()  # classes
+
+# Of torch.compile, while there is the hook that waits for the first forward pass.
+_OF_HOOKS = "Using `torch.compile\\(module\\)` when there are global hooks on modules"
 
 
 def _run_closure_first(cls):
@@ -142,6 +146,8 @@ class Watch:
         self._forward = None
         self._jobs = 0
         self._forks, self._process = 0, ""  # of this process; which one it is, of those that were forked
+        self._of_hooks = None  # what keeps torch from warning of it
+        self._within = {}  # modules, by their ids, in one that was called and has no parameter of an optimizer
         self._waiting = {}  # classes of optimizers, by their ids, while only modules that share parameters with an open job were called
         self._attaches_itself = False  # the script
         self._loaded = weakref.WeakSet()  # optimizers whose load_state_dict() was called
@@ -178,11 +184,14 @@ class Watch:
         """An optimizer that was just made."""
         self._tell_of_late(optimizer)
         self._order.append(weakref.ref(optimizer))
+        self._within.clear()
         optimizer.register_load_state_dict_post_hook(self._note_loaded)
         if served_class_of(type(optimizer)) is not None:
             _run_closure_first(type(optimizer))
         if self._forward is None:
             self._forward = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
+            warnings.filterwarnings("ignore", _OF_HOOKS)
+            self._of_hooks = warnings.filters[0]
 
     def _note_loaded(self, optimizer):
         """One that keeps something, and has nothing after its load_state_dict(), was given no checkpoint."""
@@ -224,15 +233,16 @@ class Watch:
             chosen.append(optimizer)
         return chosen
 
-    def options_of_next(self):
-        """Of the next job of this process: a script that trains several models, one after the other, has a job for each, as has one that
+    def options_of_next(self, options=None):
+        """`options`, by default our own, of the next job of this process: a script that trains several models, one after the other, has a job for each, as has one that
         forks a process for each."""
         self._jobs += 1
-        job = self.options.get("job")
+        options = self.options if options is None else options
+        job = options.get("job")
         if job is None:
-            return self.options
-        process = "" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else self._process  # ranks have one together
-        return {**self.options, "job": job + process + (f"-{self._jobs}" if self._jobs > 1 else "")}
+            return options
+        process = "" if int(options.get("world_size") or os.environ.get("WORLD_SIZE") or 1) > 1 else self._process  # ranks have one together
+        return {**options, "job": job + process + (f"-{self._jobs}" if self._jobs > 1 else "")}
 
     def tell_at_the_end(self):
         """A script may train without a torch.optim.Optimizer, or without ever calling a module: then nothing is offloaded."""
@@ -248,9 +258,12 @@ class Watch:
     def _before_forward(self, module, inputs):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch.jit.is_tracing() or active_fake_mode() is not None:
             return  # nothing is trained in it
+        if self._is_within(module):
+            return
         optimizers = self.made()
         mine = {id(parameter) for parameter in module.parameters()}
         if optimizers and not any(id(p) in mine for each in optimizers for group in each.param_groups for p in group["params"]):
+            self._within.update((id(each), weakref.ref(each)) for each in module.modules() if each is not module)
             return
         if any(torch.nn.parameter.is_lazy(p) for p in itertools.chain(module.parameters(), *map(parameters_of, optimizers))):
             return  # they get their shapes in this pass
@@ -262,7 +275,7 @@ class Watch:
         if not optimizers:
             return
         self._wait_no_more()
-        chosen, options = self.of_one_job(optimizers), self.options_of_next()
+        chosen, options = self.of_one_job(optimizers), self.options_of_next(lightning_ranks.options_in([module], self.options, is_untouched=True))
         for each in chosen:
             self._waiting.pop(id(each), None)
         called = module
@@ -283,9 +296,17 @@ class Watch:
         if handle.step:
             self._tell_of_copies(handle, [] if loaded is not None else [called, *beside])
 
+    def _is_within(self, module):
+        """Its parameters were looked through with those of what it is in, at that one's call."""
+        known = self._within.get(id(module))
+        return known is not None and known() is module
+
     def _wait_no_more(self):
         self._forward.remove()
         self._forward = None
+        self._within.clear()
+        if self._of_hooks in warnings.filters:  # the script may have changed them
+            warnings.filters.remove(self._of_hooks)
 
     def _for_a_job_beside(self, optimizers, module, mine):
         """Those that the module, with these parameters, can be attached with: jobs of before may be open, and no parameter is of two."""

@@ -1404,6 +1404,32 @@ def buffers_that_are_made_later_are_told_of(run):
     return told, model.mean, model.count
 
 
+@case(types=("fp32",), memory=("floor",))
+def masks_of_pruning_are_told_of_in_one_line(run):
+    """A module has one each."""
+    from torch.nn.utils import prune
+
+    model = run.make(lambda: torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)], torch.nn.Bilinear(8, 8, 4)))
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    told = []
+    with Lines() as lines:
+        for step in range(3):
+            if step == 1:
+                for layer in model:
+                    prune.l1_unstructured(layer, "weight", 0.3)
+            x = model[:4](torch.randn(4, 8, generator=torch.Generator().manual_seed(step)))
+            loss = model[4](x, x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+    if run.offloaded:
+        assert [("of a Linear, and of 3 more," in line, "of a Bilinear was" in line) for line in lines if "was not there" in line] == [
+            (True, False), (False, True)], lines
+    return told
+
+
 @case(types=("fp32", "bf16"))
 def another_optimizer_of_its_class(run):
     """It is an ordinary one."""

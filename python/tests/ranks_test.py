@@ -12,16 +12,17 @@ import signal
 import sys
 import tempfile
 import time
+import unittest.mock
 
 import torch
 
 import offloadd
-from offloadd import in_memory, untouched
+from offloadd import attaching, in_memory, lightning_position, untouched
 from battery import case, main
 
 # The ranks' threads are counted when torch is imported.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch.nn.parallel.distributed", "torch.optim", "accelerate", "offloadd", "families_test", "trainers_test"])
+_processes.set_forkserver_preload(["torch.nn.parallel.distributed", "torch.optim", "accelerate", "offloadd", "families_test", "trainers_test", "lightning"])
 
 ONE = {"types": ("fp32",), "memory": ("floor",)}
 
@@ -186,6 +187,26 @@ def reduced_differently_is_refused(run):
 @case(**ONE)
 def bucket_views_are_refused(run):
     return launch(run, "bucket_views") if run.offloaded else 1601
+
+
+@case(**ONE)
+def lightning_goes_on(run):
+    return launch(run, "lightning")
+
+
+@case(**ONE)
+def lightning_with_ranks_of_its_own(run):
+    return launch(run, "lightning_of_itself")
+
+
+@case(**ONE)
+def lightning_with_other_ranks_begins_on_all_of_them(run):
+    return launch(run, "lightning_of_one_before") if run.offloaded else [[1, 7], True]
+
+
+@case(**ONE)
+def who_nobody_has_numbered_is_told_so(run):
+    return launch(run, "not_numbered") if run.offloaded else [1205, True]
 
 
 @case(**ONE)
@@ -589,6 +610,90 @@ def accelerate(rank, folder, **options):
         attach(model, optimizer, folder, **options)
     model, optimizer = accelerator.prepare(model, optimizer)
     return steps(model, optimizer, rank, accelerator.backward, accelerator.clip_grad_norm_)
+
+
+def fit_lightning(rank, folder, stop_at=None, devices=2, steps=5):
+    """The losses of a rank's batches, until a batch that stops the run, and the weights."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, self.told = network(), []
+
+        def training_step(self, batch, _):
+            if len(self.told) == stop_at:
+                raise KeyError
+            loss = self.model(batch).pow(2).mean()
+            self.told.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), 1e-2, fused=True)
+            if folder != "-":
+                self.handle = attach(self.model, optimizer, folder)
+            return optimizer
+
+    module = Module()
+    trainer = lightning.Trainer(accelerator="cpu", devices=devices, max_steps=steps, gradient_clip_val=0.5, logger=False, enable_checkpointing=False,
+                                enable_progress_bar=False, enable_model_summary=False)
+    rows = list(torch.randn(12, 16, generator=torch.Generator().manual_seed(0)))
+    with contextlib.suppress(KeyError):
+        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True))
+    told = module.told, [p.tolist() for p in module.model.parameters()]
+    if folder != "-":
+        module.handle.close()
+    return told
+
+
+def lightning(rank, folder):
+    """Shuffled data; what is stopped in its second epoch goes on there."""
+    if folder == "-":
+        return fit_lightning(rank, folder)
+    losses, _ = fit_lightning(rank, folder, stop_at=4)
+    rest, weights = fit_lightning(rank, folder)
+    return losses + rest, weights
+
+
+def unnumbered():
+    """As where no launcher has started the ranks."""
+    for name in ("RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        del os.environ[name]
+
+
+def lightning_of_itself(rank, folder):
+    unnumbered()
+    return lightning(rank, folder)
+
+
+def lightning_of_one_before(rank, folder):
+    """(how many losses, whether a line says why)"""
+    if rank == 0:  # alone
+        kept = dict(os.environ)
+        unnumbered()
+        for name in ("LOCAL_RANK", "WORLD_SIZE"):
+            del os.environ[name]
+        losses, _ = fit_lightning(rank, folder, stop_at=1, devices=1)
+        os.environ.update(kept)
+    torch.distributed.init_process_group("gloo")
+    torch.distributed.barrier()
+    with unittest.mock.patch.object(lightning_position._log, "warning") as warning:
+        rest, _ = fit_lightning(rank, folder, steps=7)
+    says = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return [len(losses) if rank == 0 else 1, len(rest)], any("the last run of job ranks was one of 1 ranks" in each for each in says)
+
+
+def not_numbered(rank, folder):
+    """As torch.multiprocessing.spawn() starts them, where another one has the job, which is waited for. (error, whether it says why)"""
+    torch.distributed.init_process_group("gloo")
+    unnumbered()
+    model = network()
+    error = offloadd.Error("OFD-1205 the store is held by process 1")
+    with unittest.mock.patch.object(attaching, "Engine", side_effect=error):
+        try:
+            attach(model, torch.optim.AdamW(model.parameters(), 1e-2, fused=True), folder)
+        except offloadd.Error as told:
+            return [told.id, f"this process is rank {rank} of 2 in torch.distributed" in str(told)]
 
 
 def train(rank, folder, **options):

@@ -8,6 +8,7 @@ import gc
 import io
 import json
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -1546,6 +1547,27 @@ def the_daemon_computes_where_any_thread_of_the_trainer_does(run):
         done.set()
         unbound.join()
     return losses
+
+
+def _attached_until_the_end(folder, said):
+    """Of a process that multiprocessing has made, which ends without what atexit has."""
+    model = torch.nn.Linear(8, 32)
+    optimizer = torch.optim.Adagrad(model.parameters(), 1e-2)
+    kept = model, optimizer, offloadd.attach(model, optimizer, nvme_path=folder, ram="64MiB", job="forked")
+    multiprocessing.util.Finalize(None, lambda: said.send(len(kept) - 3 + len(offloadd.handles())), exitpriority=-1)
+
+
+@case(types=("fp32",), memory=("double",))
+def processes_of_multiprocessing_close_their_job_at_their_end(run):
+    if not run.offloaded:
+        return 0, 0
+    context = multiprocessing.get_context("fork")
+    hears, said = context.Pipe(duplex=False)
+    child = context.Process(target=_attached_until_the_end, args=(run.folder, said))
+    child.start()
+    said.close()
+    child.join(120)
+    return hears.recv(), child.exitcode
 
 
 @case(**FP32)

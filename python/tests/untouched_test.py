@@ -158,6 +158,72 @@ for step in range(3):
 """
 
 
+COMPILED = """
+import json, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+compiled, told = torch.compile(model, backend="eager"), []
+for step in range(3):
+    loss = compiled(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    told.append(loss.item())
+print(json.dumps(told))
+"""
+
+
+@case(**ONE)
+def what_is_compiled_is_told_of_in_one_line(run):
+    """torch warns of the hook that waits for the first forward pass."""
+    told, says = run_script(run, COMPILED)
+    if run.offloaded:
+        assert says.count("torch.compile") == says.count("torch.compile runs eagerly") == 1, says
+    return told
+
+
+BARE = """
+import json, torch
+class Deep(torch.nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.layer, self.rest = torch.nn.Linear(4, 4), Deep(depth - 1) if depth else None
+
+    def forward(self, x):
+        x = self.layer(x)
+        return x if self.rest is None else self.rest(x)
+
+looked_through = 0
+def parameters(module, recurse=True, _parameters=torch.nn.Module.parameters):
+    for each in _parameters(module, recurse):
+        global looked_through
+        looked_through += 1
+        yield each
+
+torch.manual_seed(0)
+frozen, prompt, head = Deep(60), torch.nn.Parameter(torch.zeros(4)), torch.nn.Linear(4, 1)
+optimizer, told = torch.optim.AdamW([prompt], 1e-2, fused=True), []
+torch.nn.Module.parameters = parameters
+for step in range(4):
+    if step == 2:
+        later = torch.optim.AdamW(head.parameters(), 1e-2, fused=True)
+    loss = head(frozen(prompt)).square().mean()
+    loss.backward()
+    for each in (optimizer, later) if step >= 2 else (optimizer,):
+        each.step()
+        each.zero_grad()
+    told.append(loss.item())
+assert looked_through < 1500, looked_through
+print(json.dumps(told))
+"""
+
+
+@case(**ONE)
+def modules_inside_of_one_without_the_parameters_are_not_looked_through(run):
+    return run_script(run, BARE)[0]
+
+
 @case(**ONE)
 def script_that_pickles_its_classes_at_its_exit(run):
     """And whose globals say how it was started, as PEP 366 has it."""
