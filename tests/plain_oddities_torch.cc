@@ -330,6 +330,26 @@ void NoOptimizer(const Arguments&) {
   PrintEvaluation(Loss(model, 0));
 }
 
+// Their buffers of momentum are sparse.
+void SparseTables(const Arguments& arguments) {
+  torch::manual_seed(3);
+  torch::nn::Embedding words(torch::nn::EmbeddingOptions(300, 64).sparse(true));
+  torch::nn::EmbeddingBag bags(
+      torch::nn::EmbeddingBagOptions(50, 64).sparse(true).mode(torch::kSum));
+  std::vector<Tensor> parameters = words->parameters();
+  parameters.push_back(bags->weight);
+  SGD optimizer(parameters, torch::optim::SGDOptions(0.5).momentum(0.9));
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    torch::manual_seed(100 + step);
+    optimizer.zero_grad();
+    const Tensor loss =
+        (words(torch::randint(40, {32})) + bags(torch::randint(30, {32, 3}))).square().mean();
+    loss.backward();
+    optimizer.step();
+    PrintStep(step, loss);
+  }
+}
+
 // A gradient that its optimizer takes in memory only: the program goes on without the steps.
 void RefusedSteps(const Arguments& arguments) {
   torch::manual_seed(3);
@@ -620,6 +640,7 @@ int main(int argc, char** argv) {
       {"closures", Closures},
       {"no_optimizer", NoOptimizer},
       {"refused_steps", RefusedSteps},
+      {"sparse_tables", SparseTables},
       {"double_precision", DoublePrecision},
       {"sixteen_bits", SixteenBits},
       {"sixteen_bits_read", SixteenBitsRead},

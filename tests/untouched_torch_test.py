@@ -227,6 +227,10 @@ class UntouchedTest(unittest.TestCase):
         self.assertEqual(result.out.count("OFD-1604 the gradient of parameter"), 4, result.out)
         self.assertIn("is still at step 0: no step of the program's optimizer was taken", result.error)
 
+    def test_momentum_of_sparse_embeddings_is_kept_as_torch_keeps_it(self):
+        self.check_oddity("sparse_tables")
+        self.assertEqual(self.step_of("plain_oddities_torch"), 4)
+
     def test_phases_have_optimizers_of_their_own(self):
         plain, offloaded = self.plain("oddities", "4", self.file("plain"), "phases"), self.oddity("phases")
         self.assertEqual((offloaded.code, offloaded.out), (0, plain.out), offloaded.error)

@@ -189,7 +189,7 @@ Tensor& Module::register_parameter(std::string name, Tensor tensor, bool require
       "_ZN5torch2nn6Module18register_parameterENSt7__cxx1112basic_"
       "stringIcSt11char_traitsIcESaIcEEEN2at6TensorEb");
   Tensor& registered = next(this, std::move(name), std::move(tensor), requires_grad);
-  Watch::OfProcess().OnParameter(registered);
+  Watch::OfProcess().OnParameter(*this, registered);
   return registered;
 }
 

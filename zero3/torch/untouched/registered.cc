@@ -1,5 +1,7 @@
 #include "zero3/torch/untouched/registered.h"
 
+#include <torch/nn/modules/embedding.h>
+
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
@@ -33,6 +35,8 @@ bool IsAttachable(const at::Tensor& tensor) { return tensor.defined() && !tensor
 
 class ModelBuilder {
  public:
+  explicit ModelBuilder(const std::unordered_set<const c10::TensorImpl*>& sparse)
+      : sparse_(&sparse) {}
   void Put(std::string name, const at::Tensor& tensor, bool is_buffer) {
     named_.insert(tensor.unsafeGetTensorImpl());
     Module& parent = ParentOf(*root_, name);
@@ -40,6 +44,14 @@ class ModelBuilder {
       parent.register_buffer(name, tensor);
     } else {
       parent.register_parameter(name, tensor, tensor.requires_grad());
+      if (sparse_->contains(tensor.unsafeGetTensorImpl()) && tensor.requires_grad() &&
+          tensor.dim() == 2) {
+        parent.register_module(
+            name + "/table",
+            torch::nn::Embedding(torch::nn::EmbeddingOptions(tensor.size(0), tensor.size(1))
+                                     .sparse(true)
+                                     ._weight(tensor)));
+      }
     }
   }
   bool HasNamed(const at::Tensor& tensor) const {
@@ -48,6 +60,7 @@ class ModelBuilder {
   std::shared_ptr<Module> root() const { return root_; }
 
  private:
+  const std::unordered_set<const c10::TensorImpl*>* const sparse_;
   const std::shared_ptr<Module> root_ = std::make_shared<Part>();
   std::unordered_set<const c10::TensorImpl*> named_;
 };
@@ -72,7 +85,9 @@ Registered::Entry Registered::MakeEntry(std::string name, const at::Tensor& tens
 void Registered::ForgetDead() {
   const auto is_dead = [](const Entry& entry) { return entry.tensor.expired(); };
   for (const Entry& entry : tensors_) {
-    if (is_dead(entry)) known_.erase(entry.impl);
+    if (!is_dead(entry)) continue;
+    known_.erase(entry.impl);
+    sparse_.erase(entry.impl);
   }
   std::erase_if(tensors_, is_dead);
   for (Names& names : names_) std::erase_if(names, is_dead);
@@ -108,7 +123,7 @@ int64_t Registered::CountBufferWrites() const {
 }
 
 std::shared_ptr<Module> Registered::Model() const {
-  ModelBuilder builder;
+  ModelBuilder builder(sparse_);
   std::vector<const Names*> by_size;
   for (const Names& names : names_) by_size.push_back(&names);
   std::stable_sort(by_size.begin(), by_size.end(),

@@ -32,7 +32,10 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 class Registered {
  public:
-  void AddParameter(const at::Tensor& parameter) { Add(parameter, /*is_buffer=*/false); }
+  void AddParameter(const at::Tensor& parameter, bool has_sparse_gradients = false) {
+    Add(parameter, /*is_buffer=*/false);
+    if (has_sparse_gradients) sparse_.insert(parameter.unsafeGetTensorImpl());
+  }
   void AddBuffer(const at::Tensor& buffer) { Add(buffer, /*is_buffer=*/true); }
   // What a module calls its tensors and those of its children.
   void AddNames(const NamedTensors& parameters, const NamedTensors& buffers);
@@ -43,7 +46,8 @@ class Registered {
 
   // Grows with each write to a buffer.
   int64_t CountBufferWrites() const;
-  // A module that has everything that lives, under these names.
+  // A module that has everything that lives, under these names. Tables with sparse gradients are in
+  // it as embeddings, too, behind that name.
   std::shared_ptr<torch::nn::Module> Model() const;
 
  private:
@@ -63,6 +67,7 @@ class Registered {
 
   std::vector<Entry> tensors_;  // in the order of registration
   std::unordered_set<const c10::TensorImpl*> known_;
+  std::unordered_set<const c10::TensorImpl*> sparse_;
   std::vector<Names> names_;  // one of each module that was asked
   size_t forget_at_ = 1024;   // tensors
 };

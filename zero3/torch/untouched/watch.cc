@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <cxxabi.h>
 #include <sys/mman.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/serialize/archive.h>
 #include <unistd.h>
@@ -171,6 +172,12 @@ bool HasGradients(const ParamGroups& groups) {
   });
 }
 
+bool HasSparseGradients(const torch::nn::Module& module) {
+  const auto* const one = module.as<torch::nn::EmbeddingImpl>();
+  const auto* const bag = module.as<torch::nn::EmbeddingBagImpl>();
+  return (one != nullptr && one->options.sparse()) || (bag != nullptr && bag->options.sparse());
+}
+
 // Of an optimizer that runs unmodified there are none.
 bool HasMasters(const OptimizerOptions& options) {
   return dynamic_cast<const torch::optim::LBFGSOptions*>(&options) == nullptr;
@@ -260,10 +267,10 @@ int64_t Watch::FindStepOfJob() const {
 
 // ---- What the program does ----------------------------------------------------------------------
 
-void Watch::OnParameter(at::Tensor& parameter) {
+void Watch::OnParameter(const torch::nn::Module& module, at::Tensor& parameter) {
   if (inside || state_ != State::kWatching || !parameter.defined()) return;
   std::lock_guard lock(mutex_);
-  registered_.AddParameter(parameter);
+  registered_.AddParameter(parameter, HasSparseGradients(module));
   const Inside here;
   if (IsBorn(parameter)) {
     OrEnd([this, &parameter] { BearOffloaded(parameter); });

@@ -51,7 +51,7 @@ class Watch {
   static Watch& OfProcess();
 
   // ---- What the program has just done ----
-  void OnParameter(at::Tensor& parameter);
+  void OnParameter(const torch::nn::Module& module, at::Tensor& parameter);
   void OnBuffer(const at::Tensor& buffer);
   void OnNames(const torch::nn::Module& module, const NamedTensors& parameters);
   void OnGroup(const torch::optim::Optimizer& optimizer);
