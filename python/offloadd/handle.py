@@ -27,12 +27,6 @@ from .recipes import check_arithmetic, is_narrow, is_table, parameters_of, recip
 
 _log = logging.getLogger("offloadd")
 
-_STATISTICS = ("bytes_read", "bytes_written", "resident_bytes", "peak_bytes", "budget_bytes", "durable_step", "wait_seconds",
-               "raw_accesses", "gpu_ram_bytes", "gpu_peak_bytes", "gpu_waits")
-_PLAN = ("parameters", "state_bytes", "gradient_bytes", "store_bytes", "window_bytes", "pipeline_bytes", "resident_bytes",
-         "region_bytes", "overhead_bytes", "total_bytes", "gradients_spilled", "read_bytes_per_parameter",
-         "write_bytes_per_parameter", "further_read_bytes_per_parameter", "further_write_bytes_per_parameter", "floor_bytes",
-         "floor_without_spilling_bytes", "gpu_window_bytes", "gpu_gradient_bytes")
 # The trainer's state: magic, 16 bytes of identity, then the trainer's own; in the second form first the length and bytes of what kinds.py says.
 _STATE_MAGIC, _STATE_MAGIC_OF_KINDS = b"OFDPY\x01", b"OFDPY\x02"
 _OWN_STATE_BYTES = len(_STATE_MAGIC) + 16
@@ -533,7 +527,7 @@ class Handle(Grows, jobs.OfProcess):
 
     def plan(self):
         values, text = self._running().plan()
-        made = Plan(zip(_PLAN, values))
+        made = Plan(zip(in_memory.PLAN, values))
         for key in made:
             if not key.endswith("per_parameter"):
                 made[key] = int(made[key])
@@ -542,7 +536,7 @@ class Handle(Grows, jobs.OfProcess):
         return made
 
     def statistics(self):
-        made = dict(zip(_STATISTICS, self._running().statistics()))
+        made = dict(zip(in_memory.STATISTICS, self._running().statistics()))
         return {key: value if key == "wait_seconds" else int(value) for key, value in made.items()}
 
     def metrics(self):

@@ -282,6 +282,15 @@ def _move(models, optimizers, device):
                 state.update({key: value.to(device) for key, value in state.items() if isinstance(value, torch.Tensor) and key not in stays})
 
 
+# What handles of jobs know, by name.
+STATISTICS = ("bytes_read", "bytes_written", "resident_bytes", "peak_bytes", "budget_bytes", "durable_step", "wait_seconds",
+               "raw_accesses", "gpu_ram_bytes", "gpu_peak_bytes", "gpu_waits")
+PLAN = ("parameters", "state_bytes", "gradient_bytes", "store_bytes", "window_bytes", "pipeline_bytes", "resident_bytes",
+         "region_bytes", "overhead_bytes", "total_bytes", "gradients_spilled", "read_bytes_per_parameter",
+         "write_bytes_per_parameter", "further_read_bytes_per_parameter", "further_write_bytes_per_parameter", "floor_bytes",
+         "floor_without_spilling_bytes", "gpu_window_bytes", "gpu_gradient_bytes")
+
+
 class Plan(dict):
     text = "OFFLOADD_DISABLE is set: everything is in memory\n"
 
@@ -367,13 +376,16 @@ class Handle:
         pass
 
     def plan(self):
-        return Plan(parameters=sum(parameter.numel() for model in self.models for parameter in model.parameters()))
+        """Nothing is planned."""
+        count = sum(parameter.numel() for model in self.models for parameter in model.parameters())
+        return Plan({**dict.fromkeys(PLAN, 0), "gradients_spilled": False, "parameters": count})
 
     def statistics(self):
-        return {}
+        """Nothing is moved, and no step durable."""
+        return dict.fromkeys(STATISTICS, 0)
 
     def metrics(self):
-        return {"offloadd/step": float(self.step)}
+        return {**{f"offloadd/{key}": 0.0 for key in STATISTICS}, "offloadd/step": float(self.step)}
 
     @property
     def trainer_state(self):

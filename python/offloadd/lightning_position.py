@@ -152,6 +152,7 @@ class _Run:
         self._note_cycle()
         limit, why = _KEPT_BYTES_MAX // handle.world_size, "too much to be kept with every step"
         try:
+            self._check_data()
             now = self._now()
             packed = self._packed(now) if lightning_kept.size_of(now) <= limit else b""
         except Exception as error:  # of what callbacks and data of the program's own keep
@@ -161,6 +162,12 @@ class _Run:
             _log.warning("offloadd: what Lightning's callbacks, schedulers and data keep is %s: a run that goes on in job %s needs a checkpoint, "
                          "fit(ckpt_path=…)", why, handle.job)
         handle.trainer_state = self._kept_last = packed
+
+    def _check_data(self):
+        """Loaders with a state go on at it, the others' batches are fetched again, and all of them at once."""
+        have = set(map(_has_state, self._trainer.fit_loop._combined_loader.flattened))
+        if len(have) > 1:
+            raise ValueError("only some of the data's loaders have a state_dict()")
 
     def _packed(self, now):
         handle, is_automatic = self._handle, self._trainer.lightning_module.automatic_optimization

@@ -170,6 +170,34 @@ def what_lightning_callbacks_keep_that_cannot_be_kept_is_told_of(run):
     return module.told
 
 
+class _Counts(torch.utils.data.DataLoader):
+    """Has a state."""
+
+    def state_dict(self):
+        return {"at": 0}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@case(types=("fp32",), memory=("floor",))
+def loaders_of_which_some_have_a_state_are_told_of(run):
+    import lightning
+
+    class Both(type(lightning_of(run))):
+        def training_step(self, batch, index):
+            return super().training_step(batch["here"], index)
+
+    module = Both()
+    trainer = lightning.Trainer(accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                                enable_model_summary=False)
+    with Lines() as lines:
+        trainer.fit(module, {"here": torch.utils.data.DataLoader(Data(), batch_size=2), "there": _Counts(Data(), batch_size=2)})
+    if run.offloaded:
+        assert sum("only some of the data's loaders have a state_dict()" in line for line in lines) == 1, lines
+    return module.told
+
+
 @case(types=("fp32",), memory=("floor",))
 def lightning_that_is_started_again_has_no_steps_left(run):
     """And with more of them it takes those."""

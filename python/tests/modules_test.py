@@ -320,6 +320,36 @@ def recurrent(run):
 
 
 @case(types=("fp32",))
+def recurrent_of_long_memory(run):
+    """All weights of its layers are operands of one operator."""
+    model = run.make(lambda: torch.nn.LSTM(16, 24, num_layers=2, bidirectional=True, proj_size=8))
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+
+    def loss_of(step):
+        torch.manual_seed(step)
+        return model(torch.nn.utils.rnn.pack_sequence([torch.randn(n, 16) for n in (5, 3, 3)]))[0].data.pow(2).mean()
+
+    return run.steps(optimizer, loss_of)
+
+
+@case(types=("fp32",))
+def encoder_whose_evaluation_is_one_operator(run):
+    model = run.make(lambda: torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True), 2))
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+
+    def loss_of(step):
+        torch.manual_seed(step)
+        return model(torch.randn(2, 5, 16)).pow(2).mean()
+
+    told = run.steps(optimizer, loss_of)
+    model.eval()
+    with torch.no_grad():
+        return told, model(torch.ones(2, 5, 16), src_key_padding_mask=torch.tensor([[False] * 5, [False] * 3 + [True] * 2]))
+
+
+@case(types=("fp32",))
 def embedding_bag_and_dropout(run):
     model = run.make(lambda: torch.nn.Sequential(torch.nn.EmbeddingBag(100, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 2)))
     optimizer = SGD(model.parameters(), 0.1)

@@ -134,10 +134,10 @@ def checkpoint_inside_an_interval(run):
     optimizer = AdamW(model.parameters(), 1e-3, fused=True)
     handle = run.attach(model, optimizer, durability="checkpoint:1000")
     told = run.train(model, optimizer, steps=2)
-    assert handle.statistics().get("durable_step", 0) == 0
+    assert handle.statistics()["durable_step"] == 0
     assert handle.checkpoint() == handle.step == 2
     handle.wait_durable()
-    assert handle.statistics().get("durable_step", 2) == 2
+    assert handle.statistics()["durable_step"] == (2 if run.offloaded else 0)
     return told + run.train(model, optimizer, first=2)
 
 
