@@ -339,7 +339,7 @@ void Transfers::Start(const Request& request) {
   transfer->entry = entry;
   transfer->store_tensor = placement.store_tensor;
   transfer->index = static_cast<uint32_t>(entry.element_offset / proto::kExtentElements);
-  transfer->begin = placement.element_offset;  // 0 unless bundled, and a bundle is one extent
+  transfer->begin = BeginOf(entry);
   transfer->count = entry.element_count;
   transfer->elements = proto::ExtentElements(tensor.element_count, transfer->index);
   transfer->sequence = context_->store->open_sequence();
@@ -351,14 +351,12 @@ void Transfers::Start(const Request& request) {
   Users& users = users_[placement.store_tensor];
   ++(IsPut(entry) ? users.puts : users.gets);
   cache_->Hold(placement.store_tensor);
-  const uint64_t whole =
-      tensor.bundle ? context_->catalogue.tensors[entry.tensor].element_count : transfer->elements;
-  if (IsPut(entry) && entry.element_count != whole) {
+  if (IsPut(entry) && !IsWhole(entry)) {
     return Finish(transfer,
                   MakeError(ErrorId::kProtocol,
                             absl::StrCat("a put of ", entry.element_count, " elements of \"",
                                          context_->catalogue.tensors[entry.tensor].name,
-                                         "\", whose extent has ", whole)));
+                                         "\", which are no whole extent")));
   }
   if (IsPut(entry) && state_->HasUnwritten(placement.store_tensor)) {
     return Finish(transfer, MakeError(ErrorId::kProtocol,
@@ -366,7 +364,40 @@ void Transfers::Start(const Request& request) {
                                                    context_->catalogue.tensors[entry.tensor].name,
                                                    "\" after a partial step that has updated it")));
   }
+  TakeMore(*transfer);
   PlacePlanes(transfer);
+}
+
+// In elements of its extent: 0 unless it is bundled, and a bundle is one extent.
+uint64_t Transfers::BeginOf(const proto::SubmissionEntry& entry) const {
+  return context_->catalogue.placements[entry.tensor].element_offset;
+}
+
+// Of a whole extent, or, of a bundle, of a whole tensor.
+bool Transfers::IsWhole(const proto::SubmissionEntry& entry) const {
+  const proto::Placement& placement = context_->catalogue.placements[entry.tensor];
+  const proto::StoreTensor& tensor = context_->store_tensor(placement.store_tensor);
+  const auto index = static_cast<uint32_t>(entry.element_offset / proto::kExtentElements);
+  return entry.element_count == (tensor.bundle
+                                     ? context_->catalogue.tensors[entry.tensor].element_count
+                                     : proto::ExtentElements(tensor.element_count, index));
+}
+
+// Who writes tensor after tensor (an optimizer in the trainer's process) would otherwise have the
+// bundle written as often.
+void Transfers::TakeMore(Transfer& transfer) {
+  const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
+  if (!IsPut(transfer.entry) || !tensor.bundle || context_->ranks.size() > 1) return;
+  for (size_t i = 0; i < queue_.size();) {
+    const proto::SubmissionEntry entry = queue_[i].entry;
+    if (context_->catalogue.placements[entry.tensor].store_tensor != transfer.store_tensor) {
+      ++i;
+      continue;
+    }
+    if (!IsPut(entry) || entry.plane != transfer.entry.plane || !IsWhole(entry)) return;
+    queue_.erase(queue_.begin() + static_cast<ptrdiff_t>(i));
+    transfer.more.push_back(entry);
+  }
 }
 
 // ---- Where the planes are -----------------------------------------------------------------------
@@ -561,9 +592,13 @@ void Transfers::MergeMaster(Transfer& transfer, std::byte* to) const {
 }
 
 void Transfers::ComputePut(Transfer& transfer) const {
-  TakeFromRank(transfer);
   const bool zeroes_residual = transfer.writes_residual && transfer.entry.plane == Plane::kWeight;
-  if (zeroes_residual) PutZeroResidual(transfer);
+  const auto take = [&](const proto::SubmissionEntry& entry) {
+    TakeFromRank(transfer, entry);
+    if (zeroes_residual) PutZeroResidual(transfer, entry);
+  };
+  take(transfer.entry);
+  for (const proto::SubmissionEntry& entry : transfer.more) take(entry);
   if (!transfer.status.ok()) return;
   TakeChecksum(transfer, FilledPlane(transfer.entry));
   if (transfer.writes_residual) TakeChecksum(transfer, Plane::kResidual);
@@ -571,52 +606,58 @@ void Transfers::ComputePut(Transfer& transfer) const {
 
 // Into memory, where the plane is there; else it is written from where the rank has it. Masters are
 // split.
-void Transfers::TakeFromRank(Transfer& transfer) const {
-  const std::byte* from = context_->ranks[transfer.rank].region + transfer.entry.region_offset;
-  if (transfer.entry.plane == Plane::kMaster &&
-      !HasTies(context_->store_tensor(transfer.store_tensor))) {
+void Transfers::TakeFromRank(Transfer& transfer, const proto::SubmissionEntry& entry) const {
+  const std::byte* from = context_->ranks[transfer.rank].region + entry.region_offset;
+  const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
+  const uint64_t begin = BeginOf(entry), count = entry.element_count;
+  if (entry.plane == Plane::kMaster && !HasTies(tensor)) {
     kernels::SplitHalf(
-        reinterpret_cast<const float*>(from), transfer.count,
-        reinterpret_cast<kernels::Half*>(transfer.planes[Plane::kWeight].bytes) + transfer.begin,
-        reinterpret_cast<uint32_t*>(transfer.planes[Plane::kResidual].bytes) + transfer.begin);
+        reinterpret_cast<const float*>(from), count,
+        reinterpret_cast<kernels::Half*>(transfer.planes[Plane::kWeight].bytes) + begin,
+        reinterpret_cast<uint32_t*>(transfer.planes[Plane::kResidual].bytes) + begin);
     return;
   }
-  if (transfer.entry.plane == Plane::kMaster) {
-    absl::StatusOr<TieBits> ties = SplitInto(
-        reinterpret_cast<uint16_t*>(transfer.planes[Plane::kWeight].bytes),
-        {reinterpret_cast<int16_t*>(transfer.planes[Plane::kResidual].bytes), transfer.elements},
-        transfer.begin, {reinterpret_cast<const uint32_t*>(from), transfer.count}, transfer.ties);
-    if (!ties.ok()) return transfer.status.Update(ties.status());
-    transfer.ties_out = *std::move(ties);
-    return;
+  if (entry.plane == Plane::kMaster) {
+    return KeepTies(
+        transfer,
+        SplitInto(reinterpret_cast<uint16_t*>(transfer.planes[Plane::kWeight].bytes),
+                  {reinterpret_cast<int16_t*>(transfer.planes[Plane::kResidual].bytes),
+                   transfer.elements},
+                  begin, {reinterpret_cast<const uint32_t*>(from), count}, transfer.ties));
   }
-  PlaneMemory& plane = transfer.planes[transfer.entry.plane];
+  PlaneMemory& plane = transfer.planes[entry.plane];
   if (plane.bytes == nullptr) {
     plane.bytes = const_cast<std::byte*>(from);
     return;
   }
-  const proto::PlaneSet& planes = context_->store_tensor(transfer.store_tensor).planes;
-  std::memcpy(plane.bytes + planes.Bytes(transfer.entry.plane, transfer.begin), from,
-              planes.Bytes(transfer.entry.plane, transfer.count));
+  std::memcpy(plane.bytes + tensor.planes.Bytes(entry.plane, begin), from,
+              tensor.planes.Bytes(entry.plane, count));
 }
 
-void Transfers::PutZeroResidual(Transfer& transfer) const {
+void Transfers::PutZeroResidual(Transfer& transfer, const proto::SubmissionEntry& entry) const {
   const PlaneMemory& residual = transfer.planes[Plane::kResidual];
   const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
+  const uint64_t begin = BeginOf(entry), count = entry.element_count;
   if (!tensor.bundle) {
     std::memset(residual.bytes, 0, residual.size_bytes);
     return;
   }
   if (!HasTies(tensor)) {
-    std::memset(residual.bytes + tensor.planes.Bytes(Plane::kResidual, transfer.begin), 0,
-                tensor.planes.Bytes(Plane::kResidual, transfer.count));
+    std::memset(residual.bytes + tensor.planes.Bytes(Plane::kResidual, begin), 0,
+                tensor.planes.Bytes(Plane::kResidual, count));
     return;
   }
-  absl::StatusOr<TieBits> ties =
-      ClearResidual({reinterpret_cast<int16_t*>(residual.bytes), transfer.elements}, transfer.begin,
-                    transfer.begin + transfer.count, transfer.ties);
-  if (!ties.ok()) return transfer.status.Update(ties.status());
-  transfer.ties_out = *std::move(ties);
+  KeepTies(transfer, ClearResidual({reinterpret_cast<int16_t*>(residual.bytes), transfer.elements},
+                                   begin, begin + count, transfer.ties));
+}
+
+// They are those that the next put of the transfer finds, and the last of them are written.
+void Transfers::KeepTies(Transfer& transfer, absl::StatusOr<TieBits> ties) {
+  if (ties.ok()) {
+    transfer.ties = *std::move(ties);
+  } else {
+    transfer.status.Update(ties.status());
+  }
 }
 
 // Of what is to be written.
@@ -649,7 +690,7 @@ void Transfers::Write(const TransferPointer& transfer) {
     add(ExtentIdOf(transfer->store_tensor, plane, transfer->index), transfer->planes[plane].bytes,
         transfer->crc[plane]);
   if (transfer->writes_residual) {
-    const TieBits& ties = transfer->ties_out;
+    const TieBits& ties = transfer->ties;
     swap::WriteRequest* const residual =
         add({transfer->store_tensor, swap::Plane::kResidual, transfer->index},
             transfer->planes[Plane::kResidual].bytes, transfer->crc[Plane::kResidual]);
@@ -673,7 +714,7 @@ void Transfers::Write(const TransferPointer& transfer) {
 void Transfers::Finish(const TransferPointer& transfer, const absl::Status& status) {
   --in_flight_;
   if (IsPut(transfer->entry)) {
-    --puts_;
+    puts_ -= 1 + static_cast<uint32_t>(transfer->more.size());
     --context_->writes_in_flight;
   }
   cache_->Unhold(transfer->store_tensor);
@@ -685,6 +726,8 @@ void Transfers::Finish(const TransferPointer& transfer, const absl::Status& stat
     free_buffers_.push_back(std::move(transfer->buffer));
   }
   context_->complete(transfer->rank, transfer->entry.tag, status, 0);
+  for (const proto::SubmissionEntry& entry : transfer->more)
+    context_->complete(transfer->rank, entry.tag, status, 0);
 }
 
 void Transfers::WriteBundles(std::function<void(absl::Status)> done) {

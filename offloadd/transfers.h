@@ -77,17 +77,19 @@ class Transfers {
     uint32_t store_tensor = 0;
     uint32_t index = 0;
     uint64_t begin = 0, count = 0;
+    // Further puts of its plane into its bundle, in their order: the extent is written once for
+    // all.
+    std::vector<proto::SubmissionEntry> more;
     uint32_t elements = 0;  // of the extent
     MappedRegion buffer;    // for planes on their way; may be none
     ExtentPlanes planes;    // that are needed, wherever they are
-    TieBits ties;
+    TieBits ties;           // as read; of a put what it makes of them
     uint32_t reads = 0;
     std::vector<std::pair<swap::ReadRequest, swap::Stamp>> wrong;  // not the bytes of their stamps
     absl::Status status;
     // Results of a put.
     ByPlane<uint32_t> crc;
     bool writes_residual = false;
-    TieBits ties_out;
     uint64_t sequence = 0;
   };
   using TransferPointer = std::shared_ptr<Transfer>;
@@ -129,6 +131,9 @@ class Transfers {
   bool CanStart(const proto::SubmissionEntry& entry);
   bool CanPut();
   void Start(const Request& request);
+  void TakeMore(Transfer& transfer);
+  uint64_t BeginOf(const proto::SubmissionEntry& entry) const;
+  bool IsWhole(const proto::SubmissionEntry& entry) const;
   void PlacePlanes(const TransferPointer& transfer);
   bool NeedsPlane(const Transfer& transfer, proto::Plane plane) const;
   void Read(const TransferPointer& transfer);
@@ -141,8 +146,9 @@ class Transfers {
   void ComputeGet(Transfer& transfer) const;
   void MergeMaster(Transfer& transfer, std::byte* to) const;
   void ComputePut(Transfer& transfer) const;
-  void TakeFromRank(Transfer& transfer) const;
-  void PutZeroResidual(Transfer& transfer) const;
+  void TakeFromRank(Transfer& transfer, const proto::SubmissionEntry& entry) const;
+  void PutZeroResidual(Transfer& transfer, const proto::SubmissionEntry& entry) const;
+  static void KeepTies(Transfer& transfer, absl::StatusOr<TieBits> ties);
   void TakeChecksum(Transfer& transfer, proto::Plane plane) const;
   void Write(const TransferPointer& transfer);
   void Finish(const TransferPointer& transfer, const absl::Status& status);

@@ -111,6 +111,47 @@ TEST(TransfersTest, TransfersOfATensorRunInTheOrderInWhichTheyCame) {
   EXPECT_NE(first, second);
 }
 
+// Of a tensor that is put twice the later values stay, and a get between two puts is between them.
+TEST(TransfersTest, PutsIntoABundleThatWaitTogetherAreWrittenOnce) {
+  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16}) {
+    PartsOptions options = Options();
+    options.tensors = {TestTensor("small.a", 1000, dtype), TestTensor("small.b", 2000, dtype),
+                       TestTensor("small.c", 3000, dtype)};
+    Parts parts(options);
+    parts.Begin(1, {0, 1, 2});
+    parts.Run();
+    const auto count = [&](const std::vector<uint32_t>& tensors, uint64_t key) {
+      const uint64_t before = parts.drive().started_count();
+      for (const uint32_t tensor : tensors) parts.Put(tensor, Values(parts, tensor, key++));
+      parts.Run();
+      EXPECT_FALSE(parts.transfers().putting());
+      return parts.drive().started_count() - before;
+    };
+    EXPECT_GT(count({0}, 1), 0u);
+    const uint64_t alone = count({0}, 2);  // in an epoch that has one
+    EXPECT_EQ(count({2, 0, 1, 0}, 10), alone);
+    std::vector<std::pair<uint64_t, Bytes>> gets;
+    const auto get = [&] {
+      for (const uint32_t tensor : {0, 1, 2}) {
+        for (const Plane plane : {Plane::kWeight, Plane::kMaster})
+          gets.emplace_back(parts.Get(tensor, plane), Expected(parts, tensor, plane));
+      }
+    };
+    get();
+    for (const uint32_t tensor : {1, 2}) parts.Put(tensor, Values(parts, tensor, 20));
+    get();
+    for (const uint32_t tensor : {0, 1}) parts.Put(tensor, Values(parts, tensor, 30));
+    get();
+    parts.Run();
+    for (const auto& [tag, expected] : gets) {
+      ASSERT_TRUE(parts.StatusOf(tag).ok()) << parts.StatusOf(tag);
+      EXPECT_EQ(parts.Got(tag), expected);
+    }
+    EndLoad(parts);
+    EXPECT_EQ(parts.CompareDurable(parts.now), "");
+  }
+}
+
 TEST(TransfersTest, APutWaitsForTheCommitOfTheStepBefore) {
   for (const uint64_t interval : {1, 100}) {
     PartsOptions options = Options();
