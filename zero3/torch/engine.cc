@@ -21,6 +21,7 @@
 #include "zero3/torch/module_engine.h"
 #include "zero3/torch/open_job.h"
 #include "zero3/torch/options_check.h"
+#include "zero3/torch/own_optimizer.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/weights_io.h"
@@ -56,6 +57,7 @@ class InMemoryEngine final : public Engine {
   std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
                                                          ParameterGroups groups,
                                                          NamedOptimizer&& optimizer) override {
+    if (auto own = MakeSparselyKept(*this, module, groups, optimizer)) return own;
     const std::lock_guard lock(mutex_);
     groups = modules_.LeaveToOthers(module, std::move(groups));
     CheckSupportedTypes(modules_.Names(module));

@@ -575,6 +575,7 @@ static void CheckIsOfOneKind(std::string_view trainer_state) {
 std::unique_ptr<torch::optim::Optimizer> ModuleEngine::MakeOptimizer(torch::nn::Module& module,
                                                                      ParameterGroups groups,
                                                                      NamedOptimizer&& optimizer) {
+  if (auto own = MakeSparselyKept(*this, module, groups, optimizer)) return own;
   const AttachTurn turn = TakeAttachTurn();
   if (begun_at_ > 0) CheckIsOfOneKind(tensors_->trainer_state());
   groups = modules_->LeaveToOthers(module, std::move(groups));

@@ -14,7 +14,6 @@
 #include "base/error.h"
 #include "zero3/torch/in_memory.h"
 #include "zero3/torch/own_options.h"
-#include "zero3/torch/sparse_update.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload {
@@ -195,18 +194,11 @@ zero3::NamedOptimizer Named(torch::optim::SGDOptions options) {
 }  // namespace
 
 OptimizerPointer Engine::SGD(torch::nn::Module& module, torch::optim::SGDOptions options) {
-  return SGD(module, zero3::OneGroup(module), std::move(options));
+  return MakeOptimizer(module, zero3::OneGroup(module), Named(std::move(options)));
 }
 OptimizerPointer Engine::SGD(torch::nn::Module& module, Groups groups,
                              torch::optim::SGDOptions defaults) {
-  zero3::NamedOptimizer named = Named(defaults);
-  if (world_size() == 1 && zero3::HasSparseMomentum(module, groups, defaults)) {
-    zero3::SpecOfAll(named, groups);  // throws for options that make no sense
-    auto own = std::make_unique<torch::optim::SGD>(std::move(groups), std::move(defaults));
-    Attach(module, *own);
-    return own;
-  }
-  return MakeOptimizer(module, std::move(groups), std::move(named));
+  return MakeOptimizer(module, std::move(groups), Named(std::move(defaults)));
 }
 OptimizerPointer InMemorySGD(torch::nn::Module& module, torch::optim::SGDOptions options) {
   return InMemory(module, Named(std::move(options)));

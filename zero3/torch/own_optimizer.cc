@@ -679,6 +679,19 @@ void Follow(Optimizer& own, const Engine& engine, std::function<void(Optimizer&)
                    .after = std::move(after),
                    .memory = offloads != nullptr ? offloads->tensors().process_memory() : nullptr});
 }
+std::unique_ptr<Optimizer> MakeSparselyKept(Engine& engine, torch::nn::Module& module,
+                                            const std::vector<OptimizerParamGroup>& groups,
+                                            const NamedOptimizer& optimizer) {
+  const auto* const defaults =
+      dynamic_cast<const torch::optim::SGDOptions*>(optimizer.defaults.get());
+  if (defaults == nullptr || engine.world_size() > 1 ||
+      !HasSparseMomentum(module, groups, *defaults))
+    return nullptr;
+  SpecOfAll(optimizer, groups);  // throws for options that make no sense
+  auto own = std::make_unique<torch::optim::SGD>(groups, *defaults);
+  engine.Attach(module, *own);
+  return own;
+}
 void TakeLeftState(Optimizer& own) { OfProcess().TakeLeft(own); }
 bool IsLeftByDead(const at::Tensor& parameter) {
   return Heritage::is_open() && OfProcess().IsLeftByDead(parameter.unsafeGetTensorImpl());

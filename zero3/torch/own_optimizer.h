@@ -14,16 +14,20 @@
 // Thread safety: as torch::optim::Optimizer: one thread for each.
 #pragma once
 
+#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <functional>
 #include <memory>
+#include <vector>
 
 namespace offload {
 class Engine;
 }
 
 namespace offload::zero3 {
+
+struct NamedOptimizer;
 
 // From now on step() of `own` is that of `inner`, a StateKeeper, with the groups and options that
 // `own` has then; save() and load() are libtorch's, of what `inner` keeps. `may_keep`: it does
@@ -33,6 +37,11 @@ void Divert(torch::optim::Optimizer& own, const Engine& engine,
 // From now on `after` follows each step() of `own` that libtorch has made.
 void Follow(torch::optim::Optimizer& own, const Engine& engine,
             std::function<void(torch::optim::Optimizer&)> after);
+// An object of torch's SGD, attached, where that is what is named and it keeps sparse buffers
+// (HasSparseMomentum); null: it does not.
+std::unique_ptr<torch::optim::Optimizer> MakeSparselyKept(
+    Engine& engine, torch::nn::Module& module,
+    const std::vector<torch::optim::OptimizerParamGroup>& groups, const NamedOptimizer& optimizer);
 // Whether an object that is being attached by this thread may have the parameter: an attached one
 // has had it that is dead, and none that lives has it.
 bool IsLeftByDead(const at::Tensor& parameter);
