@@ -225,7 +225,7 @@ class Job {
   swap::StoreOptions MakeStoreOptions() const;
   Placement PlacementFor(const CpuList& processors) const;
   Placement SlabPlacement() const;
-  Placement RunNearRanks();
+  void RunNearRanks();
   void OpenStore(const Placement& placement, Made& made);
   absl::Status MakeSlab(const Placement& placement, Made& made) const;
   absl::Status MakeScratch(uint64_t bytes, Made& made);

@@ -143,10 +143,9 @@ Placement Job::SlabPlacement() const {
 }
 
 // This thread, the loop's, and those that it makes.
-Placement Job::RunNearRanks() {
-  Placement placement = PlacementFor(processors_);
+void Job::RunNearRanks() {
+  const Placement placement = PlacementFor(processors_);
   if (!placement.processors.empty()) machine_.RunThreadOn(placement.processors);
-  return placement;
 }
 
 // ---- Off the loop ------------------------------------------------------------------------------
@@ -284,9 +283,9 @@ void Job::FinishOpening(Made& made) {
   opened_ = true;
 }
 
-// When all ranks have said where they compute.
+// When all ranks have said where they compute: this thread runs there.
 void Job::StartWorkers() {
-  const Placement placement = RunNearRanks();
+  const Placement placement = PlacementFor(processors_);
   opened_rates_.cores = placement.processors.empty()
                             ? machine_.cores()
                             : static_cast<uint32_t>(placement.processors.size());

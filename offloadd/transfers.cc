@@ -339,8 +339,6 @@ void Transfers::Start(const Request& request) {
   transfer->entry = entry;
   transfer->store_tensor = placement.store_tensor;
   transfer->index = static_cast<uint32_t>(entry.element_offset / proto::kExtentElements);
-  transfer->begin = BeginOf(entry);
-  transfer->count = entry.element_count;
   transfer->elements = proto::ExtentElements(tensor.element_count, transfer->index);
   transfer->sequence = context_->store->open_sequence();
   ++in_flight_;
@@ -560,33 +558,32 @@ void Transfers::ComputeGet(Transfer& transfer) const {
   for (const Plane plane : proto::kUpdatedPlanes) {
     if (!NeedsPlane(transfer, plane)) continue;
     const uint64_t element_bytes = tensor.planes.Bits(plane) / 8;
-    std::memcpy(to, transfer.planes[plane].bytes + transfer.begin * element_bytes,
-                transfer.count * element_bytes);
+    std::memcpy(to, transfer.planes[plane].bytes + BeginOf(transfer.entry) * element_bytes,
+                transfer.entry.element_count * element_bytes);
   }
 }
 
 // Merges from the extent's beginning, because tie bits are counted from there.
 void Transfers::MergeMaster(Transfer& transfer, std::byte* to) const {
+  const uint64_t begin = BeginOf(transfer.entry), all = transfer.entry.element_count;
   if (!HasTies(context_->store_tensor(transfer.store_tensor))) {
     const auto* weight =
         reinterpret_cast<const kernels::Half*>(transfer.planes[Plane::kWeight].bytes);
     const auto* residual =
         reinterpret_cast<const uint32_t*>(transfer.planes[Plane::kResidual].bytes);
-    kernels::MergeHalf(weight + transfer.begin, residual + transfer.begin, transfer.count,
-                       reinterpret_cast<float*>(to));
+    kernels::MergeHalf(weight + begin, residual + begin, all, reinterpret_cast<float*>(to));
     return;
   }
   const auto* hi = reinterpret_cast<const uint16_t*>(transfer.planes[Plane::kWeight].bytes);
   const auto* lo = reinterpret_cast<const int16_t*>(transfer.planes[Plane::kResidual].bytes);
   TieSource ties(transfer.ties);
-  for (uint64_t i = 0; i < transfer.begin; ++i) {
+  for (uint64_t i = 0; i < begin; ++i) {
     if (lo[i] == INT16_MIN) ties.reader().Next();
   }
   alignas(64) uint32_t master[kMergeElements];
-  for (uint64_t done = 0; done < transfer.count; done += kMergeElements) {
-    const uint64_t count = std::min<uint64_t>(kMergeElements, transfer.count - done);
-    kernels::Merge(hi + transfer.begin + done, lo + transfer.begin + done, count, master,
-                   &ties.reader());
+  for (uint64_t done = 0; done < all; done += kMergeElements) {
+    const uint64_t count = std::min<uint64_t>(kMergeElements, all - done);
+    kernels::Merge(hi + begin + done, lo + begin + done, count, master, &ties.reader());
     std::memcpy(to + done * sizeof(uint32_t), master, count * sizeof(uint32_t));
   }
 }

@@ -69,14 +69,13 @@ class Transfers {
     uint32_t rank;
     proto::SubmissionEntry entry;
   };
-  // A transfer under way. Its extent is a whole one of the store; the rank's elements are [begin,
-  // begin + count) of it.
+  // A transfer under way. Its extent is a whole one of the store; the rank's elements are those of
+  // it that begin at BeginOf(entry).
   struct Transfer {
     uint32_t rank = 0;
     proto::SubmissionEntry entry;
     uint32_t store_tensor = 0;
     uint32_t index = 0;
-    uint64_t begin = 0, count = 0;
     // Further puts of its plane into its bundle, in their order: the extent is written once for
     // all.
     std::vector<proto::SubmissionEntry> more;

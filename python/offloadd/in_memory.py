@@ -284,11 +284,11 @@ def _move(models, optimizers, device):
 
 # What handles of jobs know, by name.
 STATISTICS = ("bytes_read", "bytes_written", "resident_bytes", "peak_bytes", "budget_bytes", "durable_step", "wait_seconds",
-               "raw_accesses", "gpu_ram_bytes", "gpu_peak_bytes", "gpu_waits")
+              "raw_accesses", "gpu_ram_bytes", "gpu_peak_bytes", "gpu_waits")
 PLAN = ("parameters", "state_bytes", "gradient_bytes", "store_bytes", "window_bytes", "pipeline_bytes", "resident_bytes",
-         "region_bytes", "overhead_bytes", "total_bytes", "gradients_spilled", "read_bytes_per_parameter",
-         "write_bytes_per_parameter", "further_read_bytes_per_parameter", "further_write_bytes_per_parameter", "floor_bytes",
-         "floor_without_spilling_bytes", "gpu_window_bytes", "gpu_gradient_bytes")
+        "region_bytes", "overhead_bytes", "total_bytes", "gradients_spilled", "read_bytes_per_parameter",
+        "write_bytes_per_parameter", "further_read_bytes_per_parameter", "further_write_bytes_per_parameter", "floor_bytes",
+        "floor_without_spilling_bytes", "gpu_window_bytes", "gpu_gradient_bytes")
 
 
 class Plan(dict):
