@@ -102,6 +102,7 @@ v1::Optimizer ToMessage(const kernels::OptimizerSpec& optimizer) {
   v1::Optimizer message;
   message.set_name(std::string(optimizer.name()));
   message.mutable_parameters()->Add(optimizer.values().begin(), optimizer.values().end());
+  if (optimizer.averaging().is_on()) message.set_average(optimizer.averaging().Text());
   return message;
 }
 

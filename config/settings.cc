@@ -13,6 +13,7 @@
 #include "base/durability.h"
 #include "base/environment.h"
 #include "base/error.h"
+#include "base/parse_averaging.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
 #include "base/suggest.h"
@@ -51,6 +52,8 @@ constexpr Key kKeys[] = {
      "fp32 masters and moments, bit for bit"},
     {"state.generations", nullptr, KeyType::kCount, "0", "14",
      "spare generations of a new store: so many snapshots need no growth"},
+    {"state.average", nullptr, KeyType::kAverage, "none", "",
+     "a moving average of the weights beside them: ema:DECAY or swa:FROM:EVERY, in updates"},
     {"io.engine", "OFFLOADD_IO", KeyType::kChoice, "auto", kIoChoices,
      "how the daemon reads and writes"},
     {"update.threads", nullptr, KeyType::kCount, "0", "1024",
@@ -103,6 +106,8 @@ std::string Complaint(const Key& key, std::string_view value) {
     case KeyType::kDurability:
       return ParseDurability(value).ok() ? ""
                                          : "is none of step, checkpoint:N and checkpoint:10min";
+    case KeyType::kAverage:
+      return ParseAveraging(value).ok() ? "" : "is none of none, ema:DECAY and swa:FROM:EVERY";
   }
   return "cannot be read";
 }
@@ -185,6 +190,7 @@ std::vector<std::pair<std::string, std::string>> Settings::EngineOptions() const
       {"io.engine", "io"},
       {"durability", "durability"},
       {"state.generations", "generations"},
+      {"state.average", "average"},
       {"update.threads", "update_threads"},
       {"update.in_backward", "update_in_backward"},
       {"policy.params", "weights_home"},

@@ -31,6 +31,7 @@ enum class KeyType {
   kHome,        // "auto", "ram", "nvme", or the share between 0 and 1 that stays in memory
   kPools,       // directories, separated by commas
   kDurability,  // as ParseDurability reads it
+  kAverage,     // as ParseAveraging reads it
 };
 
 struct Key {

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/averaging.h"
 #include "kernels/rules/rules.h"
 #include "kernels/split.h"
 #include "kernels/square_root.h"
@@ -42,6 +43,10 @@ struct Implementation {
   // By a sequence that it takes roots by; those of subnormal numbers as of normal ones, or nearest.
   void (*take_roots)(RootSequence, bool of_subnormals, const float* values, size_t count,
                      float* roots);
+  // kernels/average.h, of masters; any step but kKeep.
+  void (*move_average)(const AverageStep&, const float* master, size_t count, float* average);
+  void (*move_double_average)(const AverageStep&, const double* master, size_t count,
+                              double* average);
 };
 
 extern const Implementation kReferenceImplementation;
@@ -57,6 +62,10 @@ void MergeReference(const uint16_t* hi, const int16_t* lo, size_t count, uint32_
                     TieReader* ties);
 void UnscaleHalvesReference(const Half* values, size_t count, const HalfScales& scales,
                             float* wide);
+void MoveAverageReference(const AverageStep& step, const float* master, size_t count,
+                          float* average);
+void MoveAverageReference(const AverageStep& step, const double* master, size_t count,
+                          double* average);
 bool AddPartsReference(const SumRun& run, size_t begin);
 
 }  // namespace offload::kernels

@@ -20,6 +20,8 @@
 #include <string_view>
 #include <utility>
 
+#include "base/averaging.h"
+
 namespace offload::kernels {
 
 inline constexpr size_t kParametersMax = 12;
@@ -70,7 +72,8 @@ struct Optimizer {
   bool (*takes_library_roots)(const double* values) = nullptr;
 };
 
-// An optimizer and the values of its parameters.
+// An optimizer, the values of its parameters, and whether an average of the masters is kept beside
+// them: one more plane, whatever the optimizer (kernels/average.h).
 class OptimizerSpec {
  public:
   // AdamW with its defaults.
@@ -90,6 +93,9 @@ class OptimizerSpec {
   double Get(std::string_view parameter) const;
   OptimizerSpec& Set(std::string_view parameter, double value);
 
+  const Averaging& averaging() const { return averaging_; }
+  void SetAveraging(const Averaging& averaging) { averaging_ = averaging; }
+
   // Why these values cannot be ("sgd with lr nan, which has to be …"), or nothing.
   std::string Violation() const;
   // The same of a new optimizer, of which torch demands more: no negative lr, betas below 1.
@@ -98,12 +104,14 @@ class OptimizerSpec {
   const StatePlane* Plane(size_t number) const;
   bool KeepsAnything() const;
   bool TakesLibraryRoots() const;
-  // From here on this keeps what `other`, with other values of the same optimizer, keeps, too.
+  // From here on this keeps what `other`, with other values of the same optimizer, keeps, too; the
+  // average is left out.
   void KeepToo(const OptimizerSpec& other);
 
  private:
   uint8_t index_ = 0;
   std::array<double, kParametersMax> values_{};
+  Averaging averaging_;
 };
 
 // Of the whole table, in its order.

@@ -81,7 +81,9 @@ constexpr Implementation ReferenceImplementation(RuleList<Rule...>) {
           AllFiniteReference,
           AddPartsReference,
           [](RootSequence) { return false; },
-          nullptr};
+          nullptr,
+          MoveAverageReference,
+          MoveAverageReference};
 }
 
 }  // namespace
@@ -93,6 +95,33 @@ void UnscaleHalvesReference(const Half* values, size_t count, const HalfScales& 
     if (scales.scale != 1) value = FromHalf(ToHalf(value * scales.scale));
     wide[i] = value * scales.unscale;
   }
+}
+
+template <class T>
+static void MoveAverageOf(const AverageStep& step, const T* master, size_t count, T* average) {
+  const T value = static_cast<T>(step.value);
+  for (size_t i = 0; i < count; ++i) {
+    const T distance = master[i] - average[i];
+    if (step.kind == AverageStep::Kind::kTake) {
+      average[i] = master[i];
+    } else if (step.kind == AverageStep::Kind::kMean) {
+      average[i] = average[i] + distance / value;
+    } else if (value < T{0.5}) {
+      average[i] = std::fma(value, distance, average[i]);
+    } else {
+      average[i] = std::fma(value - T{1}, distance, master[i]);
+    }
+  }
+}
+
+void MoveAverageReference(const AverageStep& step, const float* master, size_t count,
+                          float* average) {
+  MoveAverageOf(step, master, count, average);
+}
+
+void MoveAverageReference(const AverageStep& step, const double* master, size_t count,
+                          double* average) {
+  MoveAverageOf(step, master, count, average);
 }
 
 constinit const Implementation kReferenceImplementation = ReferenceImplementation(Rules());

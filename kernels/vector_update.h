@@ -148,6 +148,33 @@ void VectorTakeRoots(RootSequence sequence, bool of_subnormals, const float* val
   std::memcpy(roots + i, last, (count - i) * sizeof(float));
 }
 
+template <class V>
+void VectorMoveAverage(const AverageStep& step, const typename V::Scalar* master, size_t count,
+                       typename V::Scalar* average) {
+  using Scalar = typename V::Scalar;
+  const auto value = static_cast<Scalar>(step.value);
+  const typename V::Float factor = V::Broadcast(value);
+  const typename V::Float rest = factor - V::Broadcast(1);
+  size_t i = 0;
+  if (step.kind == AverageStep::Kind::kMean) {
+    for (; i + V::kWidth <= count; i += V::kWidth) {
+      const typename V::Float before = V::Load(average + i);
+      V::Store(average + i, before + (V::Load(master + i) - before) / factor);
+    }
+  } else if (step.kind == AverageStep::Kind::kLerp && value < Scalar{0.5}) {
+    for (; i + V::kWidth <= count; i += V::kWidth) {
+      const typename V::Float before = V::Load(average + i);
+      V::Store(average + i, V::Fma(factor, V::Load(master + i) - before, before));
+    }
+  } else if (step.kind == AverageStep::Kind::kLerp) {
+    for (; i + V::kWidth <= count; i += V::kWidth) {
+      const typename V::Float end = V::Load(master + i);
+      V::Store(average + i, V::Fma(rest, end - V::Load(average + i), end));
+    }
+  }
+  MoveAverageReference(step, master + i, count - i, average + i);
+}
+
 template <class V, class D, class... Rule>
 constexpr Implementation VectorImplementation(RuleList<Rule...>) {
   return {{VectorUpdate<V, Rule>...},
@@ -162,7 +189,9 @@ constexpr Implementation VectorImplementation(RuleList<Rule...>) {
           VectorAllFinite<V, D>,
           VectorAddParts<V, D>,
           V::TakesRootsBy,
-          VectorTakeRoots<V>};
+          VectorTakeRoots<V>,
+          VectorMoveAverage<V>,
+          VectorMoveAverage<D>};
 }
 
 // Of the candidates (lanes whose lo is -32768), the lanes whose tie went down.

@@ -103,6 +103,11 @@ std::string DifferenceOf(OfRank<proto::v1::Optimizer> a, OfRank<proto::v1::Optim
     if (std::bit_cast<uint64_t>(value) != std::bit_cast<uint64_t>(other))
       return between(ParameterName(a.said.name(), i), Shortest(value), Shortest(other));
   }
+  const auto average = [](const proto::v1::Optimizer& said) {
+    return said.average().empty() ? "none" : said.average();
+  };
+  if (a.said.average() != b.said.average())
+    return between("average", average(a.said), average(b.said));
   return absl::StrCat("the optimizer is another one in rank ", a.rank, " than in rank ", b.rank);
 }
 

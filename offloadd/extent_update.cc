@@ -6,10 +6,12 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/averaging.h"
 #include "base/bytes_digest.h"
 #include "base/check.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "kernels/average.h"
 
 namespace offload::daemon {
 namespace {
@@ -176,8 +178,25 @@ class Pass {
     if (update_.norms_only) {
       kernels::AddNorms(*member.optimizer, member.step, run, &update_.norms[next_member_]);
     } else {
+      const size_t first_tie = ties_out_.writer().position;
       kernels::Update(*member.optimizer, member.step, run);
+      MoveAverage(member, begin, run, {ties_out_.writer().bits, first_tie});
     }
+  }
+
+  // Behind the update of a run, whose tie bits begin there.
+  void MoveAverage(const MemberUpdate& member, uint32_t begin, const kernels::Run& run,
+                   kernels::TieReader ties) {
+    const PlaneMemory& plane = update_.planes[proto::Plane::kAverage];
+    if (plane.bytes == nullptr) return;
+    kernels::MoveAverage(StepOf(member.optimizer->averaging(), member.step),
+                         {.count = run.count,
+                          .weight_dtype = run.weight_dtype,
+                          .weight = run.weight,
+                          .residual = run.residual,
+                          .half_residual = run.half_residual,
+                          .ties = ties,
+                          .average = plane.bytes + begin * kernels::MasterBytes(update_.dtype)});
   }
 
   const void* TakeGradients(const kernels::Run& run, uint64_t element_bytes) {

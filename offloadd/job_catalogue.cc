@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
+#include "base/parse_averaging.h"
 #include "base/status_macros.h"
 
 namespace offload::daemon {
@@ -47,10 +48,26 @@ absl::Status CompareOrder(const std::string& job, const proto::Tensor& before,
       "Lay the model out as when the job was made (memory_format), or choose another job name");
 }
 
+bool KeepsAverage(const proto::KeptPlanes& planes) {
+  return std::any_of(planes.begin(), planes.end(),
+                     [](const auto& kept) { return kept.first == proto::Plane::kAverage; });
+}
+
 absl::Status CompareOptimizer(const std::string& job, const StoredCatalogue& stored,
                               const kernels::OptimizerSpec& optimizer) {
   const proto::KeptPlanes planes = proto::KeptBy(optimizer);
   if (stored.optimizer == optimizer.name() && stored.planes == planes) return absl::OkStatus();
+  const bool keeps_average = KeepsAverage(stored.planes);
+  if (keeps_average != optimizer.averaging().is_on()) {
+    return MakeError(
+        ErrorId::kOtherModel,
+        keeps_average
+            ? absl::StrCat("job \"", job, "\" keeps an average of its weights, and average is none")
+            : absl::StrCat("job \"", job, "\" keeps no average of its weights, and average is ",
+                           optimizer.averaging().Text()),
+        keeps_average ? "Set average, as when the job was made (ema:DECAY or swa:FROM:EVERY)"
+                      : "Leave average out, or begin a job with it under another name");
+  }
   return MakeError(ErrorId::kOtherModel,
                    absl::StrCat("job \"", job, "\" was trained with ",
                                 DescribeOptimizer(stored.optimizer, stored.planes),
@@ -65,6 +82,8 @@ swap::Plane StorePlane(proto::Plane plane) {
   static_assert(static_cast<int>(proto::Plane::kState0) == static_cast<int>(swap::Plane::kState0));
   static_assert(static_cast<int>(proto::Plane::kState1) == static_cast<int>(swap::Plane::kState1));
   static_assert(static_cast<int>(proto::Plane::kState2) == static_cast<int>(swap::Plane::kState2));
+  static_assert(static_cast<int>(proto::Plane::kAverage) ==
+                static_cast<int>(swap::Plane::kAverage));
   static_assert(static_cast<int>(proto::Plane::kTies) == static_cast<int>(swap::Plane::kTies));
   static_assert(proto::kPlaneCount == swap::kPlaneCount);
   return static_cast<swap::Plane>(plane);
@@ -77,8 +96,14 @@ absl::StatusOr<kernels::OptimizerSpec> OptimizerFromMessage(const proto::v1::Opt
   const std::string wrong = kernels::OptimizerSpec::Read(
       message.name(), {message.parameters().data(), static_cast<size_t>(message.parameters_size())},
       &optimizer);
-  if (wrong.empty()) return optimizer;
-  return MakeError(ErrorId::kProtocol, absl::StrCat("an optimizer that cannot be: ", wrong));
+  if (!wrong.empty())
+    return MakeError(ErrorId::kProtocol, absl::StrCat("an optimizer that cannot be: ", wrong));
+  const absl::StatusOr<Averaging> averaging = ParseAveraging(message.average());
+  if (!averaging.ok())
+    return MakeError(ErrorId::kProtocol,
+                     absl::StrCat("an average that cannot be: ", message.average()));
+  optimizer.SetAveraging(*averaging);
+  return optimizer;
 }
 
 absl::StatusOr<SealedPlan> PlanFromMessages(const std::vector<proto::v1::SealRequest>& messages) {

@@ -17,8 +17,8 @@ namespace offload::daemon {
 namespace {
 
 constexpr std::array<proto::Plane, proto::kPlaneCount> kPlanes = {
-    proto::Plane::kWeight, proto::Plane::kResidual, proto::Plane::kState0,
-    proto::Plane::kState1, proto::Plane::kState2,   proto::Plane::kTies};
+    proto::Plane::kWeight, proto::Plane::kResidual, proto::Plane::kState0, proto::Plane::kState1,
+    proto::Plane::kState2, proto::Plane::kAverage,  proto::Plane::kTies};
 
 // The planes of one extent as they are on the drive. One that is not mapped is zeros.
 struct Extent {

@@ -36,6 +36,10 @@ absl::StatusOr<Groups> ReadGroups(const proto::v1::StepRequest& first,
                        absl::StrCat("a step of ", group.name(), " for a job that was sealed for ",
                                     std::string(sealed.name())));
     }
+    if (optimizer.averaging() != sealed.averaging()) {
+      return Violation(absl::StrCat("a step with average \"", optimizer.averaging().Text(),
+                                    "\" of a job with \"", sealed.averaging().Text(), "\""));
+    }
     groups.push_back(std::make_shared<const kernels::OptimizerSpec>(optimizer));
   }
   return groups;

@@ -18,7 +18,7 @@ uint64_t WeightBlockBytes(const proto::StoreTensor& tensor) {
 }
 
 bool SaySame(const kernels::OptimizerSpec& a, const kernels::OptimizerSpec& b) {
-  return a.index() == b.index() &&
+  return a.index() == b.index() && a.averaging() == b.averaging() &&
          std::ranges::equal(a.values(), b.values(), [](double x, double y) {
            return std::bit_cast<uint64_t>(x) == std::bit_cast<uint64_t>(y);
          });

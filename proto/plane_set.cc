@@ -15,6 +15,7 @@ PlaneSet::PlaneSet(Dtype dtype, bool trainable, const kernels::OptimizerSpec& op
     states_[i] = optimizer.Plane(i);
     if (states_[i] != nullptr) bits_[IndexOf(kStatePlanes[i])] = master_bits_;
   }
+  if (optimizer.averaging().is_on()) bits_[IndexOf(Plane::kAverage)] = master_bits_;
 }
 
 uint32_t PlaneSet::Bits(Plane plane) const {
@@ -38,6 +39,8 @@ const char* PlaneSet::name(Plane plane) const {
       return "ties";
     case Plane::kMaster:
       return "master";
+    case Plane::kAverage:
+      return "average";
     case Plane::kState0:
     case Plane::kState1:
     case Plane::kState2:
@@ -50,7 +53,7 @@ const char* PlaneSet::name(Plane plane) const {
 }
 
 std::optional<Plane> PlaneSet::Find(std::string_view name) const {
-  for (const Plane plane : {Plane::kWeight, Plane::kResidual, Plane::kMaster}) {
+  for (const Plane plane : {Plane::kWeight, Plane::kResidual, Plane::kMaster, Plane::kAverage}) {
     if (Has(plane) && name == this->name(plane)) return plane;
   }
   for (size_t i = 0; i < kStatePlanes.size(); ++i) {
@@ -66,6 +69,7 @@ std::string PlaneSet::Names() const {
   for (const kernels::StatePlane* state : states_) {
     if (state != nullptr) names.append(", ").append(state->name);
   }
+  if (Has(Plane::kAverage)) names.append(", ").append(name(Plane::kAverage));
   return names;
 }
 

@@ -10,6 +10,8 @@
 //   fp64, trained by AdamW   weight 64 (the master itself), exp_avg 64, exp_avg_sq 64
 //   frozen                   weight
 //
+// and, where an average is kept, average in the dtype of the master.
+//
 // Pure values, no input from outside: names come from the optimizer's row (kernels/optimizer.h).
 #pragma once
 
@@ -40,18 +42,20 @@ enum class Plane : uint32_t {
   kState1 = 3,
   kTies = 4,  // tie bits of the residual, only where they do not fit into a word
   kState2 = 5,
+  kAverage = 6,  // of the master (base/averaging.h); in its dtype
   kMaster = 16,  // fp32, of fp64 models fp64; kept as weight and residual, so only to be asked for
 };
-inline constexpr size_t kPlaneCount = 6;  // of those that are kept; the size of arrays by plane
+inline constexpr size_t kPlaneCount = 7;  // of those that are kept; the size of arrays by plane
 inline constexpr std::array<Plane, kernels::kStatePlanesMax> kStatePlanes = {
     Plane::kState0, Plane::kState1, Plane::kState2};
 // What an update reads and writes whole, in the order in which it stands on the drive. Tie bits
 // come beside the residual.
-inline constexpr std::array<Plane, 5> kUpdatedPlanes = {
-    Plane::kWeight, Plane::kResidual, Plane::kState0, Plane::kState1, Plane::kState2};
+inline constexpr std::array<Plane, 6> kUpdatedPlanes = {Plane::kWeight, Plane::kResidual,
+                                                        Plane::kState0, Plane::kState1,
+                                                        Plane::kState2, Plane::kAverage};
 // Those of them that only the update needs.
-inline constexpr std::array<Plane, 4> kUpdateOnlyPlanes = {Plane::kResidual, Plane::kState0,
-                                                           Plane::kState1, Plane::kState2};
+inline constexpr std::array<Plane, 5> kUpdateOnlyPlanes = {
+    Plane::kResidual, Plane::kState0, Plane::kState1, Plane::kState2, Plane::kAverage};
 inline constexpr size_t IndexOf(Plane plane) { return static_cast<size_t>(plane); }
 
 class PlaneSet {
@@ -68,7 +72,7 @@ class PlaneSet {
   const char* name(Plane plane) const;
   // The plane of that name, "master" included.
   std::optional<Plane> Find(std::string_view name) const;
-  // "weight, master, exp_avg", for messages.
+  // "weight, master, exp_avg, average", for messages.
   std::string Names() const;
   // True when the tensor has what an optimizer with these values keeps, under the same names.
   bool Serves(const kernels::OptimizerSpec& optimizer) const;

@@ -46,6 +46,7 @@ KeptPlanes KeptBy(const kernels::OptimizerSpec& optimizer) {
     const kernels::StatePlane* const plane = optimizer.Plane(i);
     if (plane != nullptr) planes.emplace_back(kStatePlanes[i], plane->name);
   }
+  if (optimizer.averaging().is_on()) planes.emplace_back(Plane::kAverage, "average");
   return planes;
 }
 

@@ -53,7 +53,7 @@ struct TensorLayout {
   uint64_t group_bytes = 0;  // of all planes of one full index
   uint32_t index_count = 0;
   uint32_t plane_count = 0;
-  std::array<int8_t, kPlaneCount> slot_of_plane{-1, -1, -1, -1, -1, -1};
+  std::array<int8_t, kPlaneCount> slot_of_plane{-1, -1, -1, -1, -1, -1, -1};
   struct Slot {
     uint64_t full_bytes = 0, full_offset_bytes = 0;  // in every index but the last
     uint64_t last_bytes = 0, last_offset_bytes = 0;  // in the last one, which may be shorter

@@ -41,8 +41,8 @@ Transfer WriteOf(const Store& store, std::span<const WriteRequest> requests) {
 }  // namespace
 
 std::string NameOf(const ExtentId& id) {
-  static constexpr std::array<const char*, kPlaneCount> kNames = {"weight", "residual", "state0",
-                                                                  "state1", "ties",     "state2"};
+  static constexpr std::array<const char*, kPlaneCount> kNames = {
+      "weight", "residual", "state0", "state1", "ties", "state2", "average"};
   const auto plane = static_cast<size_t>(id.plane);
   return absl::StrCat(
       "tensor ", id.tensor, ", plane ",

@@ -52,8 +52,9 @@ enum class Plane : uint8_t {
   kTies = 4,  // 1 bit per element that needs one; written only for extents whose tie bits exceed
               // Stamp::word (kernels/split.h)
   kState2 = 5,
+  kAverage = 6,  // a moving average of the master
 };
-inline constexpr int kPlaneCount = 6;
+inline constexpr int kPlaneCount = 7;
 
 struct PlaneSpec {
   Plane plane;

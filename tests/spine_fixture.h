@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/averaging.h"
 #include "base/crc32c.h"
 #include "client/session.h"
 #include "gtest/gtest.h"
@@ -100,6 +101,7 @@ inline const TensorShape kShapes[] = {
 struct Reference {
   std::vector<double> master;
   std::array<std::vector<double>, kernels::kStatePlanesMax> state;
+  std::vector<double> average;  // where one is kept
   uint64_t update_count = 0;
 };
 using References = std::vector<Reference>;
@@ -275,7 +277,16 @@ class Job {
         if (variant_.optimizer.Plane(i) == nullptr) continue;
         ExpectPlane(tensor, proto::kStatePlanes[i], BytesOf(references_[tensor].state[i]));
       }
+      if (catalogue_.planes(tensor).Has(proto::Plane::kAverage))
+        ExpectPlane(tensor, proto::Plane::kAverage, BytesOf(AverageOf(tensor)));
     }
+  }
+
+  // Zeros before the first update.
+  std::vector<double> AverageOf(uint32_t tensor) const {
+    std::vector<double> average = references_[tensor].average;
+    average.resize(count(tensor));
+    return average;
   }
 
   void Close() {
@@ -689,9 +700,40 @@ class Job {
       run.weight = reference.master.data();
       for (size_t i = 0; i < reference.state.size(); ++i)
         run.double_state[i] = reference.state[i].data();
-      return Run(reference, group, run);
+      Run(reference, group, run);
+    } else {
+      UpdateInFp32(reference, group, run);
     }
-    UpdateInFp32(reference, group, run);
+    MoveAverage(reference, group.averaging(), variant_.dtype == Dtype::kFloat64);
+  }
+
+  // Element by element, in the arithmetic of the master.
+  static void MoveAverage(Reference& reference, const Averaging& averaging, bool is_double) {
+    if (!averaging.is_on()) return;
+    const AverageStep step = StepOf(averaging, static_cast<int64_t>(reference.update_count));
+    reference.average.resize(reference.master.size());
+    for (size_t i = 0; i < reference.average.size(); ++i) {
+      double& average = reference.average[i];
+      average = is_double ? Moved<double>(step, average, reference.master[i])
+                          : Moved<float>(step, static_cast<float>(average),
+                                         static_cast<float>(reference.master[i]));
+    }
+  }
+  template <class T>
+  static T Moved(const AverageStep& step, T average, T master) {
+    const T value = static_cast<T>(step.value), distance = master - average;
+    switch (step.kind) {
+      case AverageStep::Kind::kKeep:
+        return average;
+      case AverageStep::Kind::kTake:
+        return master;
+      case AverageStep::Kind::kMean:
+        return average + distance / value;
+      case AverageStep::Kind::kLerp:
+        break;
+    }
+    return value < T{0.5} ? std::fma(value, distance, average)
+                          : std::fma(value - T{1}, distance, master);
   }
 
   // Over fp32 masters, whatever the weights are. The kernels take fp16 gradients with fp16 weights

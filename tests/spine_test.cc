@@ -91,6 +91,35 @@ TEST_F(SpineTest, Fp16LambWithEverythingInMemory) {
                   .state_resident = 9,
                   .weights_resident = true});
 }
+OptimizerSpec Averaged(OptimizerSpec optimizer, const Averaging& averaging) {
+  optimizer.SetAveraging(averaging);
+  return optimizer;
+}
+constexpr Averaging kExponential{.kind = Averaging::Kind::kExponential, .decay = 0.75};
+constexpr Averaging kEqual{.kind = Averaging::Kind::kEqual, .from = 2, .every = 2};
+
+TEST_F(SpineTest, BFloat16AdamWWithAnAverage) {
+  TrainAndResume({.dtype = Dtype::kBFloat16, .optimizer = Averaged(OptimizerSpec(), kExponential)});
+}
+TEST_F(SpineTest, BFloat16SgdWithAnAverageAndTieBitsOfWholeExtents) {
+  TrainAndResume({.dtype = Dtype::kBFloat16,
+                  .optimizer = Averaged(OptimizerSpec("sgd"), kExponential),
+                  .half_steps = true});
+}
+TEST_F(SpineTest, Fp32LambWithAMeanAndSpilledGradients) {
+  TrainAndResume({.dtype = Dtype::kFloat32,
+                  .optimizer = Averaged(OptimizerSpec("lamb"), kEqual),
+                  .spill = true});
+}
+TEST_F(SpineTest, Fp64AdamWWithAMeanAndStatePartlyInMemory) {
+  TrainAndResume({.dtype = Dtype::kFloat64,
+                  .optimizer = Averaged(OptimizerSpec(), kEqual),
+                  .pipeline_blocks = 3,
+                  .state_resident = 1});
+}
+TEST_F(SpineTest, Fp16AdamWWithAnAverage) {
+  TrainAndResume({.dtype = Dtype::kFloat16, .optimizer = Averaged(OptimizerSpec(), kExponential)});
+}
 TEST_F(SpineTest, Fp32SgdWithMomentum) {
   TrainAndResume({.dtype = Dtype::kFloat32, .optimizer = kMomentum});
 }
@@ -252,6 +281,10 @@ class SpineIntervalTest : public SpineTest {
 };
 
 TEST_F(SpineIntervalTest, BFloat16AdamW) { TrainAndResumeInMemory({.dtype = Dtype::kBFloat16}); }
+TEST_F(SpineIntervalTest, BFloat16AdamWWithAnAverage) {
+  TrainAndResumeInMemory(
+      {.dtype = Dtype::kBFloat16, .optimizer = Averaged(OptimizerSpec(), kExponential)});
+}
 TEST_F(SpineIntervalTest, Fp32AdamW) { TrainAndResumeInMemory({.dtype = Dtype::kFloat32}); }
 TEST_F(SpineIntervalTest, BFloat16LambSweepsTwice) {
   TrainAndResumeInMemory({.dtype = Dtype::kBFloat16, .optimizer = kLamb});
@@ -437,9 +470,14 @@ TEST_F(SpineIntervalTest, ADaemonThatIsKilledWhileItWritesThemLeavesTheCheckpoin
 Variant Foreseen(Dtype dtype) { return {.dtype = dtype, .pipeline_blocks = 4}; }
 
 TEST_F(SpineTest, UpdatesThatBeginBeforeTheStepAreTheStepsOrNothing) {
-  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16}) {
-    SCOPED_TRACE(dtype == Dtype::kFloat32 ? "fp32" : "bf16");
-    Job job(pool_, dtype == Dtype::kFloat32 ? "fp32" : "bf16", Foreseen(dtype));
+  Variant averaged = Foreseen(Dtype::kBFloat16);
+  averaged.optimizer.SetAveraging(kExponential);
+  const std::pair<const char*, Variant> variants[] = {{"fp32", Foreseen(Dtype::kFloat32)},
+                                                      {"bf16", Foreseen(Dtype::kBFloat16)},
+                                                      {"average", averaged}};
+  for (const auto& [name, variant] : variants) {
+    SCOPED_TRACE(name);
+    Job job(pool_, name, variant);
     ASSERT_NO_FATAL_FAILURE(job.Open());
     for (const bool changes : {false, true}) {
       ASSERT_TRUE(job.NumberedStep().ok());

@@ -216,6 +216,8 @@ class ConfigCommand : public Command {
         return "directories";
       case config::KeyType::kDurability:
         return "step or checkpoint:N";
+      case config::KeyType::kAverage:
+        return "none, ema:DECAY or swa:FROM:EVERY";
     }
     return "";
   }

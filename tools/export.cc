@@ -72,6 +72,7 @@ class ExportCommand : public Command {
   const char* examples() const override {
     return "  offloadctl export /nvme0 run1 weights\n"
            "  offloadctl export /nvme0 run1 weights --snapshot best --dtype float32\n"
+           "  offloadctl export /nvme0 run1 averages --average\n"
            "  offloadctl export /nvme0 run1 checkpoints --universal\n";
   }
   void DefineFlags(CLI::App& app) override {
@@ -86,10 +87,13 @@ class ExportCommand : public Command {
             ->check(CLI::IsMember({"weights", "float32", "bfloat16"}));
     CLI::Option* const shard =
         app.add_option("--shard", shard_, "the most bytes of a file, such as 5GB");
+    CLI::Option* const average = app.add_flag(
+        "--average", average_, "the moving averages that the job keeps, in place of weights");
     app.add_flag("--universal", universal_,
                  "a universal checkpoint of DeepSpeed: masters, moments and counts of steps")
         ->excludes(dtype)
-        ->excludes(shard);
+        ->excludes(shard)
+        ->excludes(average);
   }
 
   absl::StatusOr<Answer> Run() override {
@@ -101,6 +105,11 @@ class ExportCommand : public Command {
     if (!universal_) OFFLOAD_RETURN_IF_ERROR(zero3::CheckHoldsNoCheckpoint(folder_));
     OFFLOAD_ASSIGN_OR_RETURN(StoredModel model, StoredModel::Open(pool_, job_, snapshot_));
     if (universal_) OFFLOAD_RETURN_IF_ERROR(model.is_of_one_kind());
+    if (average_ && !model.keeps_average()) {
+      return MakeError(ErrorId::kBadValue,
+                       absl::StrCat("job \"", job_, "\" keeps no average of its weights"),
+                       "Make a job with the option average (ema:0.999), or leave --average out");
+    }
     OFFLOAD_ASSIGN_OR_RETURN(
         const uint64_t bytes,
         universal_ ? WriteUniversal(model, folder_, UniversalTag(model), ProgressLine())
@@ -109,6 +118,7 @@ class ExportCommand : public Command {
   }
 
  private:
+  Source source() const { return average_ ? Source::kAverages : Source::kWeights; }
   Values values() const {
     return dtype_ == "weights"   ? Values::kWeights
            : dtype_ == "float32" ? Values::kFloat32
@@ -147,7 +157,7 @@ class ExportCommand : public Command {
       return writer->Append(model.catalogue().tensors[id].name, bytes);
     };
     for (uint32_t id = 0; id < model.catalogue().store_tensors.size(); ++id)
-      OFFLOAD_RETURN_IF_ERROR(model.Copy(id, values(), write));
+      OFFLOAD_RETURN_IF_ERROR(model.Copy(id, source(), values(), write));
     for (const zero3::StoredBuffer& buffer : buffers) {
       OFFLOAD_RETURN_IF_ERROR(model.CopyBuffer(buffer, [&](std::span<const std::byte> bytes) {
         done_bytes += bytes.size();
@@ -167,11 +177,13 @@ class ExportCommand : public Command {
                    {"snapshot", snapshot_.empty() ? Json(nullptr) : Json(snapshot_)},
                    {"step", step},
                    {"folder", folder_},
+                   {"average", average_},
                    {"weights", model.weight_count()},
                    {"buffers", buffer_count_},
                    {"bytes", bytes}};
-    answer.text = absl::StrCat(model.weight_count(), " weights of job ", job_, " at step ", step,
-                               " in ", folder_, ", ", FormatDecimalBytes(bytes), "\n");
+    answer.text =
+        absl::StrCat(average_ ? "averages of " : "", model.weight_count(), " weights of job ", job_,
+                     " at step ", step, " in ", folder_, ", ", FormatDecimalBytes(bytes), "\n");
     if (universal_) {
       answer.data["tag"] = UniversalTag(model);
       answer.advice =
@@ -191,7 +203,7 @@ class ExportCommand : public Command {
 
   std::string pool_, job_, folder_, snapshot_, shard_;
   std::string dtype_ = "weights";
-  bool universal_ = false;
+  bool universal_ = false, average_ = false;
   size_t buffer_count_ = 0;
   int64_t unknown_buffers_ = 0;  // in the store, of a type that an earlier version did not write
 };

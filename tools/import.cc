@@ -54,6 +54,13 @@ class ImportCommand : public Command {
     OFFLOAD_RETURN_IF_ERROR(FindJob(pool_, job_).status());
     OFFLOAD_ASSIGN_OR_RETURN(StoredModel model, StoredModel::Open(pool_, job_, /*snapshot=*/""));
     OFFLOAD_RETURN_IF_ERROR(model.is_of_one_kind());
+    if (model.keeps_average()) {
+      return MakeError(ErrorId::kUnsupportedOptimizer,
+                       absl::StrCat("job \"", job_,
+                                    "\" keeps an average of its weights, which a "
+                                    "universal checkpoint does not have"),
+                       "Make the job without average, or load the checkpoint as weights");
+    }
     OFFLOAD_ASSIGN_OR_RETURN(UniversalSource source, UniversalSource::Open(folder_));
     OFFLOAD_ASSIGN_OR_RETURN(const CheckedImport checked, CheckImport(model, source));
     const uint64_t step = step_.value_or(checked.step);

@@ -18,6 +18,7 @@
 #include "base/byte_size.h"
 #include "base/durability.h"
 #include "base/error.h"
+#include "base/parse_averaging.h"
 #include "base/status_macros.h"
 #include "client/rank_environment.h"
 #include "proto/depths.h"
@@ -44,7 +45,7 @@ struct Flags {
   ModelSource source;
   std::string ram, gpu_ram, device, pool;
   std::string dtype = "bf16", optimizer = "adamw";
-  std::string durability = "step";
+  std::string durability = "step", average = "none";
   std::string gradients = "added";
   int64_t micro_batches = 1;
   uint32_t ranks = 1;
@@ -186,6 +187,8 @@ class PlanCommand : public Command {
         ->check(CLI::IsMember({"bf16", "fp16", "fp32", "fp64"}));
     app.add_option("--optimizer", flags_.optimizer, "adamw, sgd (with momentum), ...")
         ->check(CLI::IsMember(OptimizerChoices()));
+    app.add_option("--average", flags_.average,
+                   "of the weights: none, ema:0.999 or swa:1000:100, one more plane");
     app.add_option("--micro-batches", flags_.micro_batches, "whose gradients add up to one step")
         ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
     app.add_option("--durability", flags_.durability,
@@ -235,6 +238,9 @@ class PlanCommand : public Command {
     OFFLOAD_ASSIGN_OR_RETURN(report.input.policy, ReadPolicy());
     kernels::OptimizerSpec optimizer(flags_.optimizer);
     if (flags_.optimizer == "sgd") optimizer.Set("momentum", 0.9);
+    OFFLOAD_ASSIGN_OR_RETURN(const Averaging averaging, ParseAveraging(flags_.average));
+    optimizer.SetAveraging(averaging);
+    if (averaging.is_on()) absl::StrAppend(&report.model, ", average ", averaging.Text());
     OFFLOAD_ASSIGN_OR_RETURN(report.input.catalogue,
                              proto::BuildCatalogue(std::move(model.tensors), optimizer));
     if (flags_.tokens > 0) {

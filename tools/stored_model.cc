@@ -78,6 +78,9 @@ absl::StatusOr<StoredModel> StoredModel::Open(const std::string& pool, const std
                            proto::DecodeCatalogue(model.store_->spec().catalogue));
   model.optimizer_ = std::move(stored.optimizer);
   model.kept_ = std::move(stored.planes);
+  model.keeps_average_ = std::erase_if(model.kept_, [](const auto& kept) {
+                           return kept.first == proto::Plane::kAverage;
+                         }) > 0;
   OFFLOAD_ASSIGN_OR_RETURN(model.catalogue_, proto::BuildCatalogue(std::move(stored.tensors)));
   OFFLOAD_RETURN_IF_ERROR(CheckFits(model.catalogue_, *model.store_));
   const std::string state = proto::DecodeTrainerStates(model.store_->committed().blob).front();
@@ -128,11 +131,17 @@ size_t StoredModel::weight_count() const {
   return count;
 }
 
-absl::Status StoredModel::Copy(uint32_t store_tensor, Values wanted, const ElementSink& sink) {
-  const Dtype dtype = DtypeOf(wanted, catalogue_.store_tensors[store_tensor].dtype);
+absl::Status StoredModel::Copy(uint32_t store_tensor, Source source, Values wanted,
+                               const ElementSink& sink) {
+  const proto::StoreTensor& tensor = catalogue_.store_tensors[store_tensor];
+  const Dtype dtype = DtypeOf(wanted, tensor.dtype);
+  const bool is_average = source == Source::kAverages && tensor.trainable;
   return CopyPieces(
       store_tensor, proto::DtypeBytes(dtype),
-      [&](uint32_t index) { return Read(store_tensor, index, wanted); },
+      [&](uint32_t index) {
+        return is_average ? ReadAverage(store_tensor, index, wanted)
+                          : Read(store_tensor, index, wanted);
+      },
       [this](uint32_t tensor) { return IsWeight(tensor); }, sink);
 }
 
@@ -221,6 +230,38 @@ StoredModel::Piece StoredModel::Read(uint32_t store_tensor, uint32_t index, Valu
   return std::span<const std::byte>(values_.data(), size_bytes);
 }
 
+// Weights, and over them the averages of the members that were updated, in the type of both.
+StoredModel::Piece StoredModel::ReadAverage(uint32_t store_tensor, uint32_t index, Values wanted) {
+  const proto::StoreTensor& tensor = catalogue_.store_tensors[store_tensor];
+  const size_t count = proto::ExtentElements(tensor.element_count, index);
+  const bool is_double = tensor.dtype == Dtype::kFloat64;
+  const size_t element_bytes = is_double ? sizeof(double) : sizeof(float);
+  OFFLOAD_ASSIGN_OR_RETURN(
+      const std::span<const std::byte> masters,
+      Read(store_tensor, index, is_double ? Values::kWeights : Values::kFloat32));
+  if (masters.data() != values_.data()) std::memcpy(values_.data(), masters.data(), masters.size());
+  OFFLOAD_RETURN_IF_ERROR(ReadPlane({store_tensor, swap::Plane::kAverage, index}, weight_));
+  for (const uint32_t member : tensor.members) {
+    if (update_counts_[member] == 0) continue;
+    const size_t begin = tensor.bundle ? catalogue_.placements[member].element_offset : 0;
+    const size_t elements = tensor.bundle ? catalogue_.tensors[member].element_count : count;
+    std::memcpy(values_.data() + begin * element_bytes, weight_.data() + begin * element_bytes,
+                elements * element_bytes);
+  }
+  const Dtype dtype = DtypeOf(wanted, tensor.dtype);
+  if (is_double && dtype != Dtype::kFloat64) {
+    const auto* wide = reinterpret_cast<const double*>(values_.data());
+    auto* values = reinterpret_cast<float*>(values_.data());
+    for (size_t i = 0; i < count; ++i) {
+      const auto narrow = static_cast<float>(wide[i]);
+      std::memcpy(values + i, &narrow, sizeof(narrow));
+    }
+  }
+  if (dtype == Dtype::kBFloat16) Narrow(count);
+  if (dtype == Dtype::kFloat16) NarrowToHalf(count);
+  return std::span<const std::byte>(values_.data(), count * proto::DtypeBytes(dtype));
+}
+
 absl::Status StoredModel::ReadPlane(const swap::ExtentId& id, const MappedRegion& to) {
   const uint64_t size_bytes = store_->ExtentBytes(id);
   if (size_bytes > kPlaneBytesMax)
@@ -236,6 +277,15 @@ void StoredModel::Narrow(size_t count) {
     std::memcpy(&bits, values_.data() + i * sizeof(bits), sizeof(bits));
     const uint16_t rounded = ToBFloat16(bits);
     std::memcpy(values_.data() + i * sizeof(rounded), &rounded, sizeof(rounded));
+  }
+}
+
+void StoredModel::NarrowToHalf(size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    float value;
+    std::memcpy(&value, values_.data() + i * sizeof(value), sizeof(value));
+    const kernels::Half narrow = kernels::ToHalf(value);
+    std::memcpy(values_.data() + i * sizeof(narrow), &narrow, sizeof(narrow));
   }
 }
 

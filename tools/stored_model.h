@@ -25,6 +25,9 @@ namespace offload::tools {
 
 // kWeights: as they are; kFloat32: the masters of bf16 and fp16 weights, fp64 rounded.
 enum class Values { kWeights, kFloat32, kBFloat16 };
+// Averages are those of weights in the place of their masters; of what was never updated, and is
+// frozen, the weight.
+enum class Source { kWeights, kAverages };
 
 proto::Dtype DtypeOf(Values values, proto::Dtype stored);
 
@@ -58,13 +61,15 @@ class StoredModel {
   const absl::Status& is_of_one_kind() const { return is_of_one_kind_; }
   // What the optimizer keeps of what it trains, with torch's names.
   const proto::KeptPlanes& kept() const { return kept_; }
+  // Whether it has an average of the weights of what it trains.
+  bool keeps_average() const { return keeps_average_; }
   // Whether a tensor of the catalogue is a parameter of the model, and no buffer.
   bool IsWeight(uint32_t tensor) const;
   size_t weight_count() const;
 
   // Gives `sink` what a store tensor has: one parameter, or those of a bundle. One that does not
   // lie row by row is collected first: it is in memory twice.
-  absl::Status Copy(uint32_t store_tensor, Values wanted, const ElementSink& sink);
+  absl::Status Copy(uint32_t store_tensor, Source source, Values wanted, const ElementSink& sink);
   // How often each tensor of the catalogue was updated.
   const std::vector<uint64_t>& update_counts() const { return update_counts_; }
   // What is committed with a first step of another job that begins with other values: the buffers,
@@ -89,6 +94,7 @@ class StoredModel {
                           const ElementSink& sink) const;
   absl::Status CopyLargeBuffer(uint32_t tensor, uint64_t size_bytes, const BufferSink& sink);
   Piece Read(uint32_t store_tensor, uint32_t index, Values wanted);
+  Piece ReadAverage(uint32_t store_tensor, uint32_t index, Values wanted);
   absl::Status ReadPlane(const swap::ExtentId& id, const MappedRegion& to);
   absl::Status ToFloat32(const proto::StoreTensor& tensor, const swap::ExtentId& residual,
                          size_t count);
@@ -97,12 +103,14 @@ class StoredModel {
   absl::Status Widen(const proto::StoreTensor& tensor, const swap::ExtentId& residual,
                      size_t count);
   void Narrow(size_t count);
+  void NarrowToHalf(size_t count);
 
   std::unique_ptr<swap::Store> store_;
   proto::Catalogue catalogue_;
   std::string optimizer_;
   absl::Status is_of_one_kind_;
   proto::KeptPlanes kept_;
+  bool keeps_average_ = false;
   std::vector<uint64_t> update_counts_;
   std::string buffers_;  // encoded
   MappedRegion weight_, residual_, ties_;

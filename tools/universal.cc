@@ -106,7 +106,8 @@ class UniversalWriter {
     const auto& tensors = model_.catalogue().store_tensors;
     for (uint32_t id = 0; id < tensors.size(); ++id) {
       OFFLOAD_RETURN_IF_ERROR(MakeFolders(tensors[id]));
-      OFFLOAD_RETURN_IF_ERROR(model_.Copy(id, Values::kFloat32, Into("fp32", /*always=*/true)));
+      OFFLOAD_RETURN_IF_ERROR(
+          model_.Copy(id, Source::kWeights, Values::kFloat32, Into("fp32", /*always=*/true)));
       if (!tensors[id].trainable) continue;
       for (const auto& [plane, name] : model_.kept())
         OFFLOAD_RETURN_IF_ERROR(model_.CopyState(id, plane, Into(name, /*always=*/false)));

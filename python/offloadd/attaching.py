@@ -167,6 +167,9 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
                      they are refused
     weights_at_close "released", or "memory": the model is an ordinary one when the job is closed
 
+    average          "ema:0.999" or "swa:1000:100": the daemon keeps a moving average of the weights, of all updates or of every 100th from the
+                     1000th on, as torch.optim.swa_utils.AveragedModel does; handle.gather(p, "average"), handle.save_weights(…, plane="average")
+
     Further options: io, durability, generations, update_threads, update_in_backward, spill_gradients; zero_stage, weights_home,
     state_home, persistence, prefetch, max_live, gradients, gradient_average (docs/ranks.md); and rank … for launchers of one's own.
     """

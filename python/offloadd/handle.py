@@ -405,7 +405,7 @@ class Handle(Grows, jobs.OfProcess):
             part = next((part for part in self._kept_parts() if part.had(parameter)), None)
             if part is not None and part.recipe.kind == "adagrad" and self.update_count(parameter) == 0 and plane == "sum":
                 return part.first_sum(parameter)
-            plane = self.stored_name(part, plane) if part is not None else plane
+            plane = self.stored_name(part, plane) if part is not None and plane != "average" else plane
         return running.gather(parameter, plane)
 
     def stored_name(self, part, plane):
@@ -520,7 +520,8 @@ class Handle(Grows, jobs.OfProcess):
 
     def gather(self, parameters, plane="weight", *, write=False):
         """Private copies in memory of the host: of one parameter (by itself or its name) a tensor, of several a list. `plane` is "weight",
-        "master", or a moment by torch's name ("exp_avg"). As a context manager with write=True, changes are written back at its end."""
+        "master", a moment by torch's name ("exp_avg"), or "average", where attach(average=…) keeps one. As a context manager with write=True,
+        changes are written back at its end."""
         if write and plane != "weight":
             raise Error.of(1002, f"gather({plane!r}, write=True)", "Only weights can be written")
         return Gathered.of(self, parameters, plane, write)
@@ -577,13 +578,14 @@ class Handle(Grows, jobs.OfProcess):
         else:
             pickled.load(files, list(self._parameters.items()), self._kept_buffers(), ignored)
 
-    def save_weights(self, folder, *, shard_bytes=0, left_out=()):
-        """Writes the weights as a safetensors folder, in constant memory, without those that are named in `left_out`."""
+    def save_weights(self, folder, *, shard_bytes=0, left_out=(), plane="weight"):
+        """Writes the weights as a safetensors folder, in constant memory, without those that are named in `left_out`; or, with
+        plane="average", what attach(average=…) keeps of them, in the model's types."""
         running = self._running()
         self.take_what_came()
         check_left_out(left_out, self._parameters.items(), [model for model in self.models if model is not None])
         self.settle()
-        running.save_weights(os.fspath(folder), shard_bytes, list(left_out))
+        running.save_weights(os.fspath(folder), shard_bytes, list(left_out), plane)
 
     def load_universal(self, folder):
         """Takes masters and optimizer state of a universal checkpoint of DeepSpeed; durable with the next step()."""

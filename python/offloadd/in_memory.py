@@ -11,6 +11,7 @@ import weakref
 import torch
 
 from . import pickled, served, state_hooks, universal
+from .errors import Error
 from .library import Engine
 from .named_tensors import all_named_parameters_of, buffers_of, check_left_out, names_of
 from .optimizer import CopiedAsItWas, after_steps, loss_of, refuse_unless_kept, shaped_as, swap_class
@@ -244,6 +245,43 @@ def give_masters(optimizer, values=()):
     swap_class(optimizer, _class_with_masters(cls))
 
 
+class Averages:
+    """What attach(average=…) has the daemon keep, of what it would update."""
+
+    def __init__(self, text):
+        self.text = text
+        self._updates, self._averages = collections.Counter(), {}
+        Engine.average_step(text, 1)  # refuses another text
+
+    def check(self, optimizer, models):
+        if recipe_of(optimizer, models).is_foreign:
+            raise self._stays(f"{type(optimizer).__name__} runs in the trainer's process")
+
+    def _stays(self, what):
+        return Error.of(1604, f"average is {self.text}, and {what}", "Leave the option out and average in the trainer")
+
+    @torch.no_grad()
+    def move(self, optimizer):
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is None:
+                continue
+            if parameter.grad.layout != torch.strided:
+                raise self._stays("a sparse gradient")
+            master = optimizer._masters.state_of(parameter)[0] if hasattr(optimizer, "_masters") else parameter.detach()
+            self._updates[parameter] += 1
+            kind, value = Engine.average_step(self.text, self._updates[parameter])
+            if kind == 1:
+                self._averages[parameter] = master.clone()
+            elif kind == 2:
+                self._averages[parameter].lerp_(master, value)
+            elif kind == 3:
+                self._averages[parameter].add_((master - self._averages[parameter]).div_(value))
+
+    def of(self, parameter):
+        """None before the first update."""
+        return self._averages.get(parameter)
+
+
 _handles = weakref.WeakSet()
 
 
@@ -312,13 +350,18 @@ class Handle:
         _move(models, optimizers, destination_of(options))
         if initial_weights is not None:
             self.load_weights(initial_weights)
+        self._averages = Averages(str(options["average"])) if options.get("average") not in (None, "none") else None
         for optimizer in optimizers:
+            if self._averages is not None:
+                self._averages.check(optimizer, models)
             if _has_narrow(optimizer) and not hasattr(optimizer, "_masters") and not recipe_of(optimizer, models).is_foreign:
                 give_masters(optimizer)
-            after_steps(optimizer, self._count)
+            after_steps(optimizer, functools.partial(self._end_step, optimizer))
 
-    def _count(self):
+    def _end_step(self, optimizer):
         self.step += 1
+        if self._averages is not None:
+            self._averages.move(optimizer)
 
     @property
     def optimizer(self):
@@ -334,6 +377,9 @@ class Handle:
         return dict(named for model in self.models for named in all_named_parameters_of(model))[given]
 
     def gather_one(self, parameter, plane="weight"):
+        if plane == "average" and self._averages is not None:
+            average = self._averages.of(parameter)
+            return average.clone() if average is not None else self.gather_one(parameter, "master")
         if plane == "weight":
             return served.copy_of(parameter).cpu()
         master, state = parameter, {}
@@ -416,9 +462,14 @@ class Handle:
         else:
             pickled.load(files, *self._named(), ignored)
 
-    def save_weights(self, folder, *, shard_bytes=0, left_out=()):
+    def save_weights(self, folder, *, shard_bytes=0, left_out=(), plane="weight"):
         check_left_out(left_out, self._named()[0], self.models)
-        Engine.save_from_memory(*self._in_lists(left_out), os.fspath(folder), shard_bytes)
+        names, weights, *buffers = self._in_lists(left_out)
+        if plane == "average" and self._averages is not None:
+            weights = [self.gather_one(weight, "average").to(weight.dtype) for weight in weights]
+        elif plane != "weight":
+            raise Error.of(1002, f'save_weights() of plane "{plane}"', 'Save "weight", or with attach(average=…) "average"')
+        Engine.save_from_memory(names, weights, *buffers, os.fspath(folder), shard_bytes)
 
     def load_universal(self, folder):
         universal.load(folder, self._named()[0], self.optimizers)

@@ -7,7 +7,7 @@ from .errors import Error, class_of
 
 OPTIONS = ("nvme_path", "ram", "gpu_ram", "device", "job", "io", "durability", "generations", "update_threads", "update_in_backward", "spill_gradients", "rank",
            "world_size", "local_rank", "local_world_size", "run_id", "gradients", "gradient_average", "raw_access", "weights_at_close",
-           "zero_stage", "weights_home", "state_home", "persistence", "prefetch", "max_live")
+           "average", "zero_stage", "weights_home", "state_home", "persistence", "prefetch", "max_live")
 
 
 def listed(given):

@@ -110,7 +110,7 @@ class Run:
         self.models += models
         if not self.offloaded:
             optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-            handle = in_memory.Handle(models, optimizers, {"job": "memory", "device": options.get("device")})
+            handle = in_memory.Handle(models, optimizers, {"job": "memory", "device": options.get("device"), "average": options.get("average")})
         else:
             if "job" not in options:
                 self._jobs += 1
@@ -119,7 +119,8 @@ class Run:
                 options = {"gpu_ram": gpu_ram_of(models), **options}
             options.setdefault("nvme_path", self.folder)
             options = {"spill_gradients": self.memory == "floor", **options}
-            handle = offloadd.attach(model, optimizer, ram=self.ram(models, optimizer, bool(options.get("unfreeze"))), **options)
+            handle = offloadd.attach(model, optimizer, ram=self.ram(models, optimizer, bool(options.get("unfreeze")), options.get("average")),
+                                     **options)
         self.handles.append(handle)
         return handle
 
@@ -138,7 +139,7 @@ class Run:
         self.handles.clear()
         self.models.clear()
 
-    def ram(self, models, optimizer, unfreeze=False):
+    def ram(self, models, optimizer, unfreeze=False, average=None):
         """Bytes: the least that trains such a model with any optimizer."""
         if self.memory not in ("floor", "double"):
             return self.memory
@@ -151,12 +152,12 @@ class Run:
         # On a device what is not spilled is another path: with twice the memory all of them stay in it.
         floor = "floor_bytes" if device is None or self.memory == "floor" else "floor_without_spilling_bytes"
         shapes = [(tuple(each.shape), each.dtype, each.requires_grad) for each in parameters + [buffer for _, buffer in buffers]]
-        key = (tuple(shapes), unfreeze, floor)
+        key = (tuple(shapes), unfreeze, average, floor)
         if key not in _floors:
             try:
                 probe = torch.optim.AdamW(parameters, amsgrad=True, fused=True)
                 with offloadd.attach(copies, probe, nvme_path=self.folder, ram="1GiB", job="probe", spill_gradients=True,
-                                     unfreeze=unfreeze) as handle:
+                                     unfreeze=unfreeze, average=average) as handle:
                     _floors[key] = handle.plan()[floor]
             finally:
                 shutil.rmtree(os.path.join(self.folder, "probe"), ignore_errors=True)

@@ -3,13 +3,18 @@
 import collections
 import copy
 import functools
+import os
 import pickle
 import sys
+import tempfile
 
 import torch
+from safetensors.torch import load_file
 from torch.optim import SGD, AdamW
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from battery import case, copied_states_of, main, saved
+from offloadd import control
 
 REFUSED = {"types": ("fp32",), "memory": ("floor",)}
 
@@ -457,6 +462,60 @@ def state_that_is_not_there(run):
     told = run.train(model, optimizer)
     told += [optimizer.state.get(model.head.weight), optimizer.state.get(model.head.weight, "none"), model.head.weight in optimizer.state]
     return told + [len(optimizer.state), sorted(optimizer.state_dict()["state"])]
+
+
+def average(name, make, kept, torchs=None):
+    """Of every weight, and of one that has had no update. `torchs`: the one of torch.optim.swa_utils that it is equal to."""
+
+    def function(run):
+        model = run.model()
+        optimizer = make(model.parameters())
+        handle = run.attach(model, optimizer, average=kept)
+        averaged = AveragedModel(model, multi_avg_fn=torchs) if not run.offloaded else None
+        told = []
+        for step in range(5):
+            told += run.train(model, optimizer, first=step, steps=1)
+            if averaged is not None:
+                averaged.update_parameters(model)
+            if step == 2:
+                told += handle.gather(list(model.parameters()), "average")
+        averages = handle.gather(list(model.parameters()), "average")
+        if averaged is not None and next(model.parameters()).dtype == torch.float32:
+            assert all(map(torch.equal, averages, averaged.module.parameters()))
+        with tempfile.TemporaryDirectory(dir=os.environ.get("TEST_TMPDIR")) as folder:
+            handle.save_weights(folder, plane="average")
+            return told, averages, load_file(os.path.join(folder, "model.safetensors"))
+
+    function.__name__ = f"average_{name}"
+    case(function)
+
+
+average("ema", with_adamw, "ema:0.9", get_ema_multi_avg_fn(0.9))
+average("ema_of_sgd", functools.partial(SGD, lr=0.1), "ema:0.3", get_ema_multi_avg_fn(0.3))
+average("mean", with_fused, "swa:1:1")
+
+
+@case(types=("fp32", "bf16", "fp16", "fp64"), memory=("floor",))
+def average_in_a_file_without_a_trainer(run):
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    model.head.weight.requires_grad_(False)
+    handle = run.attach(model, optimizer, average="ema:0.9", job="averaged")
+    told = run.train(model, optimizer)
+    averages = {name: handle.gather(parameter, "average") for name, parameter in model.named_parameters()}
+    run.end()
+    if run.offloaded:
+        folder = os.path.join(run.folder, "averages")
+        control.run("export", run.folder, "averaged", folder, "--average")
+        exported = load_file(os.path.join(folder, "model.safetensors"))
+        assert all(torch.equal(exported[name], average.to(exported[name].dtype)) for name, average in averages.items())
+    return told, averages
+
+
+@case(refused=1604, **REFUSED)
+def average_of_an_optimizer_of_the_process_is_refused(run):
+    model = run.model()
+    run.attach(model, torch.optim.NAdam(model.parameters()), average="ema:0.9")
 
 
 @case(types=("fp32",))

@@ -52,7 +52,11 @@ bool IsDisabled() {
 // The same arithmetic without a daemon.
 class InMemoryEngine final : public Engine {
  public:
-  explicit InMemoryEngine(const Options& options) : destination_(DestinationOf(options.device)) {}
+  explicit InMemoryEngine(const Options& options)
+      : destination_(DestinationOf(options.device)), averaging_(AveragingOf(options)) {
+    if (averaging_.is_on() && destination_.has_value())
+      ThrowStatus(AverageStays(averaging_, "device \"" + options.device + "\""));
+  }
 
   std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
                                                          ParameterGroups groups,
@@ -62,12 +66,14 @@ class InMemoryEngine final : public Engine {
     groups = modules_.LeaveToOthers(module, std::move(groups));
     CheckSupportedTypes(modules_.Names(module));
     if (destination_.has_value()) MoveWithBytes(module, *destination_);
-    auto made = std::make_unique<InMemoryOptimizer>(groups, std::move(optimizer));
+    auto made = std::make_unique<InMemoryOptimizer>(groups, std::move(optimizer), averaging_);
     return Keep(std::move(made), module, groups);
   }
-  size_t AttachForeign(torch::nn::Module& module, ParameterGroups groups, const std::string&,
-                       bool) override {
+  size_t AttachForeign(torch::nn::Module& module, ParameterGroups groups,
+                       const std::string& optimizer, bool) override {
     const std::lock_guard lock(mutex_);
+    if (averaging_.is_on())
+      ThrowStatus(AverageStays(averaging_, optimizer + " runs in the trainer's process"));
     CheckSupportedTypes(modules_.Names(module));
     if (destination_.has_value()) MoveWithBytes(module, *destination_);
     const std::vector<at::Tensor> parameters = module.parameters();
@@ -121,7 +127,14 @@ class InMemoryEngine final : public Engine {
     LoadIntoMemory(AttachedWeights(), path, options);
   }
   void SaveWeights(const std::string& folder, const SaveOptions& options) override {
-    SaveFromMemory(AttachedWeights(), folder, options);
+    std::vector<FileWeight> weights = AttachedWeights();
+    if (SavesAverage(options, averaging_.is_on())) {
+      for (FileWeight& weight : weights) {
+        if (!weight.is_buffer && weight.tensor.numel() > 0)
+          weight.tensor = Gather(weight.tensor, "average").to(weight.dtype);
+      }
+    }
+    SaveFromMemory(weights, folder, options);
   }
   Statistics statistics() const override { return {}; }
   PlanSummary plan() const override {
@@ -182,6 +195,7 @@ class InMemoryEngine final : public Engine {
     return weights;
   }
   const std::optional<c10::Device> destination_;
+  const Averaging averaging_;
   mutable std::mutex mutex_;  // threads may attach at once
   ModuleList modules_;
   std::vector<std::shared_ptr<InMemoryStates>> states_;  // one of each optimizer

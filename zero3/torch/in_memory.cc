@@ -205,11 +205,19 @@ void CheckGradientFits(const Tensor& parameter) {
 
 }  // namespace
 
+static OptimizerSpec WithAverage(OptimizerSpec optimizer, const Averaging& averaging) {
+  optimizer.SetAveraging(averaging);
+  return optimizer;
+}
+
 InMemoryOptimizer::InMemoryOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups,
-                                     NamedOptimizer optimizer)
+                                     NamedOptimizer optimizer, const Averaging& averaging)
     : Optimizer(groups, optimizer.defaults->clone()),
       optimizer_(std::move(optimizer)),
-      states_(std::make_shared<InMemoryStates>(SpecOfAll(optimizer_, groups))) {}
+      averaging_(averaging),
+      states_(
+          std::make_shared<InMemoryStates>(WithAverage(SpecOfAll(optimizer_, groups), averaging))) {
+}
 
 Tensor InMemoryOptimizer::step(LossClosure closure) {
   Tensor loss;
@@ -225,7 +233,8 @@ Tensor InMemoryOptimizer::step(LossClosure closure) {
     CheckKeeps(states_->kept_, optimizer);
     for (const Tensor& parameter : group.params()) {
       if (!parameter.grad().defined()) continue;
-      IsSparseUpdate(optimizer, parameter, "");
+      if (IsSparseUpdate(optimizer, parameter, "") && averaging_.is_on())
+        ThrowStatus(AverageStays(averaging_, "a sparse gradient"));
       CheckGradientFits(parameter);
     }
   }
@@ -279,6 +288,10 @@ Tensor InMemoryStates::Gather(const Tensor& parameter, const std::string& plane)
                             state->master.defined() && !WasWritten(parameter, *state);
     return (has_master ? state->master : parameter).detach().to(MasterType(parameter)).clone();
   }
+  if (plane == "average" && kept_.averaging().is_on()) {
+    const bool has_begun = state != nullptr && state->average.defined();
+    return has_begun ? state->average.clone() : Gather(parameter, "master");
+  }
   const proto::PlaneSet planes(proto::Dtype::kFloat32, parameter.requires_grad(), kept_);
   const std::optional<proto::Plane> found = planes.Find(plane);
   for (size_t i = 0; found.has_value() && i < proto::kStatePlanes.size(); ++i) {
@@ -294,7 +307,15 @@ Tensor InMemoryStates::Gather(const Tensor& parameter, const std::string& plane)
 
 void InMemoryOptimizer::ReplaceState(std::span<const KeptState> states) {
   const at::NoGradGuard no_gradients;
-  for (const KeptState& given : states) ThrowIfError(CheckFits(given, ""));
+  for (const KeptState& given : states) {
+    ThrowIfError(CheckFits(given, ""));
+    const InMemoryState* const state = StateOf(given.parameter);
+    const auto here = static_cast<uint64_t>(state == nullptr ? 0 : state->step);
+    if (averaging_.is_on() && given.update_count != here)
+      ThrowStatus(AverageStays(
+          averaging_, absl::StrCat("a state of ", given.update_count,
+                                   " updates of a parameter that has had ", here, " in this job")));
+  }
   for (const KeptState& given : states) {
     InMemoryState& state = states_->states_[given.parameter.unsafeGetTensorImpl()];
     const at::TensorOptions type = given.parameter.options().dtype(MasterType(given.parameter));
@@ -406,11 +427,29 @@ void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& 
     state.planes = kept.planes;
     return;
   }
-  if (IsCounted(optimizer)) ++state.step;
+  if (IsCounted(WithAverage(optimizer, averaging_))) ++state.step;
   const Tensor& given = parameter.grad();
   const Tensor gradient = given.layout() == at::kStrided ? given : given.to_dense();
   UpdateInMemory(optimizer, gradient.to(MasterType(parameter)), state);
+  if (averaging_.is_on()) MoveAverage(state);
   if (!IsItsOwnMaster(parameter)) parameter.variable_data().copy_(state.master);
+}
+
+void InMemoryOptimizer::MoveAverage(InMemoryState& state) const {
+  const AverageStep step = StepOf(averaging_, state.step);
+  switch (step.kind) {
+    case AverageStep::Kind::kKeep:
+      return;
+    case AverageStep::Kind::kTake:
+      state.average = state.master.clone();
+      return;
+    case AverageStep::Kind::kLerp:
+      state.average.lerp_(state.master, step.value);
+      return;
+    case AverageStep::Kind::kMean:
+      state.average.add_((state.master - state.average).div_(step.value));
+      return;
+  }
 }
 
 }  // namespace offload::zero3

@@ -33,6 +33,7 @@
 #include <vector>
 
 #include "absl/functional/function_ref.h"
+#include "base/averaging.h"
 #include "kernels/optimizer.h"
 #include "zero3/torch/named_optimizer.h"
 #include "zero3/torch/torch_state.h"
@@ -41,6 +42,8 @@ namespace offload::zero3 {
 
 struct InMemoryState {
   torch::Tensor master;  // fp32; of an fp32 or fp64 parameter the parameter itself
+  torch::Tensor
+      average;  // of the master; undefined where none is kept, and before the first update
   // In the type of the master, by number of the plane in the optimizer's row; undefined where it
   // keeps none.
   std::array<torch::Tensor, kernels::kStatePlanesMax> planes;
@@ -71,8 +74,8 @@ class InMemoryStates {
 class InMemoryOptimizer final : public torch::optim::Optimizer, public StateKeeper {
  public:
   // Errors as SpecOfAll.
-  InMemoryOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups,
-                    NamedOptimizer optimizer);
+  InMemoryOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups, NamedOptimizer optimizer,
+                    const Averaging& averaging = {});
 
   torch::Tensor step(LossClosure closure = nullptr) override;
   void BeginWith(std::vector<KeptState> states) override { ReplaceState(states); }
@@ -103,7 +106,11 @@ class InMemoryOptimizer final : public torch::optim::Optimizer, public StateKeep
   void FollowWeight(const torch::Tensor& parameter);
   void UpdateParameter(const kernels::OptimizerSpec& optimizer, torch::Tensor& parameter);
 
+  // Behind an update; as swa_utils.AveragedModel.
+  void MoveAverage(InMemoryState& state) const;
+
   const NamedOptimizer optimizer_;
+  const Averaging averaging_;
   const std::shared_ptr<InMemoryStates> states_;
   ShownState shown_;
 };

@@ -200,6 +200,7 @@ bool ModuleEngine::IsOfOtherKind(const kernels::OptimizerSpec& optimizer) const 
       tensors_->attachment()->device() != nullptr)
     return false;
   kernels::OptimizerSpec all = optimizer;
+  all.SetAveraging(tensors_->optimizer().averaging());
   if (all.index() == tensors_->optimizer().index()) all.KeepToo(tensors_->optimizer());
   return !KeepTheSame(all, tensors_->optimizer());
 }

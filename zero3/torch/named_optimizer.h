@@ -18,6 +18,8 @@
 #include <string_view>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "base/averaging.h"
 #include "kernels/optimizer.h"
 
 namespace offload::zero3 {
@@ -46,6 +48,9 @@ void CheckEachOnce(std::span<const torch::optim::OptimizerParamGroup> groups);
 
 // OFD-1604 where `needed` takes a plane that `kept` does not have.
 void CheckKeeps(const kernels::OptimizerSpec& kept, const kernels::OptimizerSpec& needed);
+
+// OFD-1604: the job keeps an average that would not move with what `what` says.
+absl::Status AverageStays(const Averaging& averaging, const std::string& what);
 
 // The optimizer with its defaults, but keeping all that any of the groups keeps. OFD-1002 for
 // values that make no sense, and for a parameter that is in two places.

@@ -23,6 +23,7 @@ const std::map<std::string, Member>& Members() {
       {"job", &Options::job},
       {"io", &Options::io},
       {"durability", &Options::durability},
+      {"average", &Options::average},
       {"update_in_backward", &Options::update_in_backward},
       {"raw_access", &Options::raw_access},
       {"weights_at_close", &Options::weights_at_close},

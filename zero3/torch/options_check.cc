@@ -7,6 +7,7 @@
 #include "base/durability.h"
 #include "base/environment.h"
 #include "base/error.h"
+#include "base/parse_averaging.h"
 #include "zero3/torch/device_plan.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_status.h"
@@ -37,6 +38,10 @@ ZeroPolicy PolicyOf(const Options& options) {
           .max_live = HintOf("max_live", options.max_live)};
 }
 
+Averaging AveragingOf(const Options& options) {
+  return ValueOrThrow(ParseAveraging(options.average));
+}
+
 bool ServesRaw(const Options& options) {
   if (options.raw_access == "serve") return true;
   if (options.raw_access == "error") return false;
@@ -54,6 +59,7 @@ uint64_t CheckOptions(const Options& options) {
   ReducesGradients(options);
   CheckWeightsAtClose(options.weights_at_close);
   ValueOrThrow(ParseDurability(options.durability));
+  AveragingOf(options);
   return ram_bytes;
 }
 

@@ -7,12 +7,16 @@
 
 #include <cstdint>
 
+#include "base/averaging.h"
 #include "zero3/zero_policy.h"
 
 namespace offload::zero3 {
 
 // What `ram` is spent on.
 ZeroPolicy PolicyOf(const Options& options);
+
+// What average of the weights the job keeps.
+Averaging AveragingOf(const Options& options);
 
 // Whether pointers into offloaded tensors are served.
 bool ServesRaw(const Options& options);

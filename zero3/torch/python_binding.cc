@@ -19,6 +19,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/parse_averaging.h"
 #include "kernels/optimizer.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/module_engine.h"
@@ -446,8 +447,10 @@ TORCH_LIBRARY(offloadd, m) {
            })
       .def("save_weights",
            [](const Pointer& self, const std::string& folder, int64_t shard_bytes,
-              const Strings& left_out) {
-             self->tensors().SaveWeights(folder, ShardsOf(shard_bytes), left_out);
+              const Strings& left_out, const std::string& plane) {
+             SaveOptions options = ShardsOf(shard_bytes);
+             options.plane = plane;
+             self->tensors().SaveWeights(folder, options, left_out);
            })
       .def("begin_construction", &PythonEngine::BeginConstruction)
       .def("end_construction", &PythonEngine::EndConstructionHere)
@@ -482,6 +485,12 @@ TORCH_LIBRARY(offloadd, m) {
                      const Tensors& buffers, const std::string& folder, int64_t shard_bytes) {
                     SaveFromMemory(FileWeightsOf(names, tensors, buffer_names, buffers), folder,
                                    ShardsOf(shard_bytes));
+                  })
+      // (kind, value) of an average's step: 0 keep, 1 take, 2 lerp, 3 mean.
+      .def_static("average_step",
+                  [](const std::string& average, int64_t update) -> std::tuple<int64_t, double> {
+                    const AverageStep step = StepOf(ValueOrThrow(ParseAveraging(average)), update);
+                    return {static_cast<int64_t>(step.kind), step.value};
                   })
       .def_static("parameters_of", &ParametersOf)
       .def_static("planes_of", &PlanesOf)

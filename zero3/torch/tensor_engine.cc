@@ -35,6 +35,7 @@
 #include "zero3/torch/devices.h"
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
+#include "zero3/torch/named_optimizer.h"
 #include "zero3/torch/operator_gate.h"
 #include "zero3/torch/options_check.h"
 #include "zero3/torch/parameter_text.h"
@@ -117,6 +118,7 @@ TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
       process_memory_(MakeProcessMemory(options, ram_bytes)),
       step_(job.step),
       state_(ValueOrThrow(DecodeTrainerState(job.trainer_state))),
+      averaging_(AveragingOf(options)),
       device_plan_(options.gpu_ram, options.device) {
   // How often tensors were updated is the same in all ranks, what the trainer keeps is not.
   if (!job.trainer_state_is_own) state_.trainer.clear();
@@ -304,13 +306,15 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   std::vector<SparseUpdate> sparse;
   struct TrainerState next = state_;
   for (uint32_t group = 0; group < updates.size(); ++group) {
-    command.groups.push_back(updates[group].group);
+    command.groups.push_back(WithAverage(updates[group].group));
     for (const at::Tensor& parameter : updates[group].tensors) {
       if (!MayHaveGradient(parameter)) continue;
       Gradient* const gradient = GradientOf(parameter);
       // It was frozen until now.
       if (!gradient->is_watched() && parameter.requires_grad()) gradient->Watch();
       if (AddsSparsely(updates[group].group, parameter)) {
+        CheckAverages(
+            absl::StrCat("a sparse gradient of ", Quoted(declared_[IdOf(parameter)].name)));
         sparse.push_back({parameter, updates[group].group});
         continue;
       }
@@ -326,7 +330,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
       (is_there ? there : stepped).push_back(id);
       std::vector<client::TensorUpdate>& list = is_there ? updates_there : command.updates;
       list.push_back({id, group, next.update_counts[id] + 1});
-      if (IsCounted(updates[group].group)) ++next.update_counts[id];
+      if (IsCounted(command.groups[group])) ++next.update_counts[id];
       gradient->Describe(list.back());
     }
   }
@@ -630,6 +634,8 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
   const at::ScalarType master = MasterType(own);
   // An fp32 or fp64 weight is its own master, and so is a frozen one.
   const bool plain_master = own == master || !tensor.trainable;
+  if (plane == "average" && averaging_.is_on() && !HasAverage(id))
+    return Gather(parameter, "master");
   const proto::PlaneSet& planes = attachment_->input().catalogue.planes(id);
   std::optional<proto::Plane> found = planes.Find(plane);
   if (plane == "master" && plain_master) found = proto::Plane::kWeight;
@@ -657,6 +663,15 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
                        static_cast<std::byte*>(gathered.mutable_data_ptr())),
                absl::StrCat("parameter ", Quoted(tensor.name)));
   return plane == "master" ? gathered.to(master) : gathered;
+}
+
+void TensorEngine::CheckAverages(const std::string& what) const {
+  if (averaging_.is_on()) ThrowStatus(AverageStays(averaging_, what));
+}
+
+bool TensorEngine::HasAverage(uint32_t id) const {
+  return attachment_->input().catalogue.planes(id).Has(proto::Plane::kAverage) &&
+         state_.update_counts[id] > 0;
 }
 
 absl::Status TensorEngine::CopyOut(uint32_t id, proto::Plane plane, uint64_t element_bytes,

@@ -232,6 +232,15 @@ class TensorEngine {
   std::vector<Parameter> FindNew(std::span<const NamedTensor> tensors) const;
   // A declared one, which a module has no more under its name.
   bool HasNameOfAnother(const std::vector<Parameter>& parameters) const;
+  kernels::OptimizerSpec WithAverage(kernels::OptimizerSpec optimizer) const {
+    optimizer.SetAveraging(averaging_);
+    return optimizer;
+  }
+  // OFD-1604 where the job keeps an average that would not move with the updates of `what`.
+  void CheckAverages(const std::string& what) const;
+  void CheckCounts(std::span<const KeptState> states) const;
+  // False where "average" is the weight: of what is frozen, and before the first update.
+  bool HasAverage(uint32_t id) const;
   // With the large ones of `buffers` behind the parameters.
   PlanInput DescribeJob(const std::vector<Parameter>& more, const kernels::OptimizerSpec& optimizer,
                         const Buffers& buffers) const;
@@ -381,8 +390,10 @@ class TensorEngine {
   void LoadFrom(WeightFile& file);
   absl::Status LoadRows(uint32_t id, const FileWeight& weight, WeightFile& file);
   absl::Status LoadReordered(uint32_t id, const FileWeight& weight, WeightFile& file);
-  absl::Status SaveRows(uint32_t id, const FileWeight& weight, HfCheckpointWriter& writer);
-  absl::Status SaveReordered(uint32_t id, const FileWeight& weight, HfCheckpointWriter& writer);
+  absl::Status SaveRows(uint32_t id, proto::Plane plane, const FileWeight& weight,
+                        HfCheckpointWriter& writer);
+  absl::Status SaveReordered(uint32_t id, proto::Plane plane, const FileWeight& weight,
+                             HfCheckpointWriter& writer);
   void FollowBufferSizes();
   void LoadAlone(const std::string& path, const LoadOptions& options);
   // What opens before anything of a new job is made; nothing when it takes the tensors' values.
@@ -446,6 +457,7 @@ class TensorEngine {
   struct TrainerState epoch_state_;  // of the last epoch: what was set since is the next one's
   size_t loss_scales_ = 0;           // of this run
   uint64_t successions_ = 0;         // of this run
+  const Averaging averaging_;
   kernels::OptimizerSpec optimizer_;
   bool roots_are_said_ = false;
   std::unordered_set<size_t> unseen_foreign_;      // those whose steps nobody sees

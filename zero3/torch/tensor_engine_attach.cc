@@ -210,6 +210,7 @@ WeightResidency* TensorEngine::Own(const at::Tensor& tensor) const {
 
 bool KeepTheSame(const kernels::OptimizerSpec& a, const kernels::OptimizerSpec& b) {
   if (a.index() != b.index()) return false;
+  if (a.averaging().is_on() != b.averaging().is_on()) return false;
   for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
     if ((a.Plane(i) == nullptr) != (b.Plane(i) == nullptr)) return false;
   }
@@ -269,6 +270,8 @@ void TensorEngine::CheckRam(const std::vector<Parameter>& more,
 void TensorEngine::PlanForDevice(const Parameter& parameter, const PlanInput& input,
                                  const kernels::OptimizerSpec& optimizer) {
   const c10::Device device = device_plan_.TrainedOn(parameter.tensor.device());
+  if (!device.is_cpu())
+    CheckAverages(absl::StrCat("parameter ", Quoted(parameter.name), " is on ", device.str()));
   if (!device.is_cpu() && input.gradients_reduced) {
     // What communicates on streams of its own would write after the operator was launched.
     ThrowUnsupported(parameter.name,
@@ -282,9 +285,9 @@ void TensorEngine::PlanForDevice(const Parameter& parameter, const PlanInput& in
       {.optimizer = optimizer, .durability = input.durability, .world_size = input.world_size});
 }
 
-bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
-                          const kernels::OptimizerSpec& optimizer,
+bool TensorEngine::Attach(std::span<const NamedTensor> tensors, const kernels::OptimizerSpec& given,
                           std::span<const NamedTensor> buffers, bool takes_now) {
+  const kernels::OptimizerSpec optimizer = WithAverage(given);
   std::vector<Parameter> parameters = FindNew(tensors);
   if (!attached_.sealed && HasNameOfAnother(parameters)) {
     Seal();  // the model has changed since it was attached: what comes now is laid out anew
@@ -725,7 +728,8 @@ std::shared_ptr<StepAnnouncement> TensorEngine::MakeAnnouncement() const {
     return nullptr;
   StepAnnouncement::Channel channel{
       .begin_step =
-          [attachment = attachment_](const client::StepCommand& command) {
+          [attachment = attachment_, averaging = averaging_](client::StepCommand command) {
+            for (client::Group& group : command.groups) group.SetAveraging(averaging);
             return attachment->session().BeginStep(command);
           },
       .release_gradient = [attachment = attachment_](

@@ -176,6 +176,7 @@ void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& opt
   Seal();
   CheckWhole();
   CheckGiven(/*writes=*/false);
+  const bool is_average = SavesAverage(options, averaging_.is_on());
   FollowBufferSizes();
   const auto is_saved = [&](const FileWeight& weight) {
     return !absl::c_linear_search(left_out, weight.name);
@@ -195,30 +196,50 @@ void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& opt
     if (!is_saved(weight)) continue;
     const uint32_t id = ids.at(weight.name);
     const bool is_rows = attachment_->tensor(id).dimension_order.empty();
-    ThrowIfError(is_rows ? SaveRows(id, weight, *writer) : SaveReordered(id, weight, *writer),
-                 absl::StrCat("parameter '", weight.name, "'"));
+    const proto::Plane plane =
+        is_average && HasAverage(id) ? proto::Plane::kAverage : proto::Plane::kWeight;
+    ThrowIfError(
+        is_rows ? SaveRows(id, plane, weight, *writer) : SaveReordered(id, plane, weight, *writer),
+        absl::StrCat("parameter '", weight.name, "'"));
     progress.Done(weight);
   }
   ThrowIfError(writer->Commit(), folder);
 }
 
-absl::Status TensorEngine::SaveRows(uint32_t id, const FileWeight& weight,
+// Of an average, which is kept in the type of the master: in the weight's.
+static at::Tensor InTypeOf(const FileWeight& weight, const proto::PlaneSet& planes,
+                           proto::Plane plane, std::byte* bytes, uint64_t count) {
+  const bool is_wide = planes.Bits(plane) / 8 != c10::elementSize(weight.dtype);
+  return at::from_blob(bytes, {static_cast<int64_t>(count)}, is_wide ? at::kFloat : weight.dtype)
+      .to(weight.dtype);
+}
+
+static std::span<const std::byte> BytesIn(const at::Tensor& values) {
+  return {static_cast<const std::byte*>(values.const_data_ptr()), values.nbytes()};
+}
+
+absl::Status TensorEngine::SaveRows(uint32_t id, proto::Plane plane, const FileWeight& weight,
                                     HfCheckpointWriter& writer) {
-  const uint64_t element_bytes = c10::elementSize(weight.dtype);
-  return StreamOut(id, proto::Plane::kWeight, element_bytes,
+  const proto::PlaneSet& planes = attachment_->input().catalogue.planes(id);
+  return StreamOut(id, plane, planes.Bits(plane) / 8,
                    [&](uint64_t, uint64_t count, const std::byte* bytes) {
-                     return writer.Append(weight.name, std::span(bytes, count * element_bytes));
+                     const at::Tensor values =
+                         InTypeOf(weight, planes, plane, const_cast<std::byte*>(bytes), count);
+                     return writer.Append(weight.name, BytesIn(values));
                    });
 }
 
 // One that does not lie row by row: all of it is in memory meanwhile.
-absl::Status TensorEngine::SaveReordered(uint32_t id, const FileWeight& weight,
+absl::Status TensorEngine::SaveReordered(uint32_t id, proto::Plane plane, const FileWeight& weight,
                                          HfCheckpointWriter& writer) {
   const proto::Tensor& tensor = attachment_->tensor(id);
+  const proto::PlaneSet& planes = attachment_->input().catalogue.planes(id);
   const uint64_t element_bytes = proto::DtypeBytes(tensor.dtype);
   std::vector<std::byte> rows(proto::kExtentElements * element_bytes);
-  std::vector<std::byte> elements(tensor.element_count * element_bytes);
-  OFFLOAD_RETURN_IF_ERROR(CopyOut(id, proto::Plane::kWeight, element_bytes, elements.data()));
+  std::vector<std::byte> kept(planes.Bytes(plane, tensor.element_count));
+  OFFLOAD_RETURN_IF_ERROR(CopyOut(id, plane, planes.Bits(plane) / 8, kept.data()));
+  const at::Tensor values = InTypeOf(weight, planes, plane, kept.data(), tensor.element_count);
+  const std::span<const std::byte> elements = BytesIn(values);
   for (uint64_t begin = 0; begin < tensor.element_count; begin += proto::kExtentElements) {
     const uint64_t count = std::min<uint64_t>(tensor.element_count - begin, proto::kExtentElements);
     CopyToRows(tensor.shape, tensor.dimension_order, element_bytes, {begin, count}, elements.data(),

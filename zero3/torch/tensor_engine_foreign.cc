@@ -167,6 +167,7 @@ void TensorEngine::ExpectForeign(std::span<const uint64_t> storages_bytes) {
 }
 
 void TensorEngine::AddForeign(size_t number, const std::string& optimizer, bool commits_itself) {
+  CheckAverages(absl::StrCat(optimizer, " runs in the trainer's process"));
   if (!commits_itself) unseen_foreign_.insert(number);
   if (number < state_.foreign.size() && state_.foreign[number].optimizer == optimizer) return;
   state_.foreign.resize(std::max(state_.foreign.size(), number + 1));

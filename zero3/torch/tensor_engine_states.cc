@@ -12,6 +12,7 @@
 #include "zero3/dimension_order.h"
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
+#include "zero3/torch/parameter_text.h"
 #include "zero3/torch/process_memory.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_status.h"
@@ -32,6 +33,7 @@ void TensorEngine::BeginWith(std::vector<KeptState> states) {
     return;
   }
   if (attached_.sealed) return ReplaceState(states);
+  CheckCounts(states);
   const std::vector<at::Tensor> frozen = FrozenWithState(states);
   if (!frozen.empty()) CheckThaws();
   for (const at::Tensor& parameter : frozen) declared_[IdOf(parameter)].trainable = true;
@@ -59,6 +61,7 @@ void TensorEngine::PutInitialStates() {
 void TensorEngine::ReplaceState(std::span<const KeptState> states) {
   CheckStates(states);
   Seal();
+  CheckCounts(states);
   attachment_->EndRaw();
   if (const std::vector<at::Tensor> frozen = FrozenWithState(states); !frozen.empty()) Thaw(frozen);
   if (attachment_->world_size() == 1) {
@@ -107,6 +110,18 @@ void TensorEngine::CheckStates(std::span<const KeptState> states) const {
   for (const KeptState& state : states) {
     if (state.parameter.numel() == 0) continue;
     ThrowIfError(CheckFits(state, declared_[IdOf(state.parameter)].name));
+  }
+}
+
+// An average has as many weights in it as there were updates.
+void TensorEngine::CheckCounts(std::span<const KeptState> states) const {
+  for (const KeptState& state : states) {
+    if (!averaging_.is_on() || state.parameter.numel() == 0) continue;
+    const uint64_t here = update_count(state.parameter);
+    if (state.update_count == here) continue;
+    CheckAverages(absl::StrCat("a state of ", state.update_count, " updates of ",
+                               Quoted(declared_[IdOf(state.parameter)].name), ", which has had ",
+                               here, " in this job"));
   }
 }
 

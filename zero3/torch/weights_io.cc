@@ -244,6 +244,17 @@ absl::Status WeightFile::Read(const FileWeight& weight, uint64_t first_element,
   return absl::OkStatus();
 }
 
+bool SavesAverage(const SaveOptions& options, bool keeps_average) {
+  if (options.plane == "weight") return false;
+  if (options.plane == "average" && keeps_average) return true;
+  ThrowStatus(
+      MakeError(ErrorId::kBadValue,
+                absl::StrCat("SaveWeights() of plane \"", options.plane, "\"",
+                             options.plane == "average" ? ", which the job does not keep" : ""),
+                options.plane == "average" ? "Set Options::average when the job is made"
+                                           : "Save \"weight\" or \"average\""));
+}
+
 absl::StatusOr<std::unique_ptr<HfCheckpointWriter>> CreateWeightFiles(
     const std::string& folder, const std::vector<FileWeight>& weights, const SaveOptions& options) {
   if (folder.empty()) return MakeError(ErrorId::kFileWrite, "SaveWeights() is given no folder");

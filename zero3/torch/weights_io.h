@@ -87,6 +87,10 @@ class WeightFile {
   std::vector<std::byte> buffer_;  // bytes of the file's type, before conversion
 };
 
+// Whether averages of the weights are saved. OFD-1002 for a plane that files do not take, or that
+// the job does not keep.
+bool SavesAverage(const SaveOptions& options, bool keeps_average);
+
 // Begins a checkpoint of these weights. OFD-1404.
 absl::StatusOr<std::unique_ptr<HfCheckpointWriter>> CreateWeightFiles(
     const std::string& folder, const std::vector<FileWeight>& weights, const SaveOptions& options);

@@ -104,6 +104,14 @@ struct Options {
   // brings a tensor to memory, beside `ram`, at the first touch and until the end of the step, and
   // puts back what was written; "error" refuses the pointer (OFD-1603).
   std::string raw_access = "serve";
+  // A moving average of the weights, kept by the daemon beside them, one more plane in the type of
+  // the masters: "ema:0.999" moves it by lerp with every update of a tensor, as
+  // torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(0.999) does; "swa:1000:100" is
+  // the mean of the weights after updates 1000, 1100, …, as a plain AveragedModel's. Gather() and
+  // SaveWeights() give it as "average"; of a tensor without an update it is the weight. Part of the
+  // job: a run that goes on says the same kind. Refused (OFD-1604) for optimizers that run in the
+  // trainer's process, for sparse gradients, and on devices.
+  std::string average = "none";
   // Frozen parameters (requires_grad == false) have optimizer state in the store, too, so that
   // requires_grad_(true) may come later. Part of the job: the same in every run.
   bool may_thaw = false;
@@ -218,6 +226,7 @@ struct LoadOptions {
 
 struct SaveOptions {
   uint64_t shard_bytes = 5'000'000'000;  // of one file; there is an index when there are several
+  std::string plane = "weight";          // or "average" (Options::average), in the model's type
 };
 
 class Engine;
@@ -353,6 +362,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   //   RMSprop    square_avg; with momentum momentum_buffer; centered grad_avg
   //   Lion       exp_avg
   //   LAMB       exp_avg, exp_avg_sq
+  // and "average", where the job keeps one (Options::average).
   // For checks, export and code that needs a raw pointer.
   virtual torch::Tensor Gather(const torch::Tensor& parameter,
                                const std::string& plane = "weight") = 0;
