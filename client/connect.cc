@@ -15,10 +15,12 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "base/detached_process.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "client/leftovers.h"
@@ -32,6 +34,7 @@ namespace {
 constexpr int kStartTimeoutMilliseconds = 10'000;
 constexpr int kStartPollMilliseconds = 5;
 constexpr int kEndTimeoutMilliseconds = 120'000;
+constexpr int kReportTimeoutMilliseconds = 1'000;
 
 absl::Status StartError(const std::string& what) { return MakeError(ErrorId::kDaemonStart, what); }
 
@@ -104,18 +107,21 @@ std::vector<std::string> EnvironmentForDaemon() {
   return variables;
 }
 
-constexpr int kInheritedLock = STDERR_FILENO + 1;
+constexpr int kInheritedReport = STDERR_FILENO + 1, kInheritedLock = kInheritedReport + 1;
 
-// Descriptor `lock` becomes kInheritedLock in the daemon; -1: there is none. The calls can only
-// fail for want of memory; then the daemon is not started.
+// Descriptors `report` and `lock` become kInheritedReport and kInheritedLock in the daemon; -1:
+// there is no lock. Neither has such a number here. The calls can only fail for want of memory;
+// then the daemon is not started.
 class SpawnSettings {
  public:
-  explicit SpawnSettings(int lock) {
+  SpawnSettings(int report, int lock) {
     ::posix_spawn_file_actions_init(&actions_);
     ::posix_spawn_file_actions_addopen(&actions_, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
     ::posix_spawn_file_actions_adddup2(&actions_, STDERR_FILENO, STDOUT_FILENO);
+    ::posix_spawn_file_actions_adddup2(&actions_, report, kInheritedReport);
     if (lock >= 0) ::posix_spawn_file_actions_adddup2(&actions_, lock, kInheritedLock);
-    ::posix_spawn_file_actions_addclosefrom_np(&actions_, kInheritedLock + (lock >= 0 ? 1 : 0));
+    ::posix_spawn_file_actions_addclosefrom_np(&actions_,
+                                               lock >= 0 ? kInheritedLock + 1 : kInheritedLock);
     ::posix_spawnattr_init(&attributes_);
     sigset_t signals;
     ::sigemptyset(&signals);
@@ -140,6 +146,51 @@ class SpawnSettings {
   posix_spawn_file_actions_t actions_;
   posix_spawnattr_t attributes_;
 };
+
+// The same, with a number beyond those that a daemon inherits.
+absl::StatusOr<UniqueFd> MovedUp(int descriptor) {
+  UniqueFd moved(::fcntl(descriptor, F_DUPFD_CLOEXEC, kInheritedLock + 1));
+  if (!moved.valid()) return StartError(absl::StrCat("fcntl: ", ErrnoText(errno)));
+  return moved;
+}
+
+struct Pipe {
+  UniqueFd reading, writing;
+};
+absl::StatusOr<Pipe> MakePipe() {
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC) != 0) return StartError(absl::StrCat("pipe2: ", ErrnoText(errno)));
+  Pipe pipe{.reading = UniqueFd(ends[0]), .writing = UniqueFd(ends[1])};
+  OFFLOAD_ASSIGN_OR_RETURN(pipe.writing, MovedUp(ends[1]));
+  return pipe;
+}
+
+bool WaitUntilEnded(int pidfd, std::chrono::steady_clock::time_point deadline) {
+  using Clock = std::chrono::steady_clock;
+  pollfd ended{.fd = pidfd, .events = POLLIN};
+  int count = 0;
+  do {  // a trainer's timer may interrupt each of them
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    count = ::poll(&ended, 1, static_cast<int>(std::max<int64_t>(left.count(), 0)));
+  } while (count < 0 && errno == EINTR);
+  return count > 0;
+}
+
+// Of a child that has ended or is about to; missing when somebody else has.
+std::optional<int> Reap(pid_t child) {
+  int status = 0;
+  pid_t reaped = -1;
+  do {
+    reaped = ::waitpid(child, &status, 0);
+  } while (reaped < 0 && errno == EINTR);
+  return reaped == child ? std::optional<int>(status) : std::nullopt;
+}
+
+std::string EndText(int status) {
+  if (WIFSIGNALED(status))
+    return absl::StrCat("signal ", WTERMSIG(status), " (", ::strsignal(WTERMSIG(status)), ")");
+  return absl::StrCat("exit status ", WEXITSTATUS(status));
+}
 
 std::vector<std::string> NodeSockets() {
   std::vector<std::string> paths;
@@ -270,13 +321,21 @@ absl::StatusOr<PrivateDaemon> PrivateDaemon::StartShared(const std::string& bina
 
 absl::Status PrivateDaemon::Spawn(const std::string& binary,
                                   const std::vector<std::string>& more_arguments, int lock) {
-  std::vector<std::string> arguments = {binary,        "--private",    "--socket",
-                                        socket_path(), "--parent-pid", absl::StrCat(::getpid())};
+  std::vector<std::string> arguments = {binary,         "--private",
+                                        "--socket",     socket_path(),
+                                        "--parent-pid", absl::StrCat(::getpid()),
+                                        "--detach",     absl::StrCat(kInheritedReport)};
   arguments.insert(arguments.end(), more_arguments.begin(), more_arguments.end());
   if (lock >= 0)
     arguments.insert(arguments.end(), {"--directory-lock", absl::StrCat(kInheritedLock)});
   std::vector<std::string> environment = EnvironmentForDaemon();
-  const SpawnSettings settings(lock);
+  OFFLOAD_ASSIGN_OR_RETURN(Pipe report, MakePipe());
+  report_ = std::move(report.reading);
+  UniqueFd moved_lock;
+  if (lock >= 0) {
+    OFFLOAD_ASSIGN_OR_RETURN(moved_lock, MovedUp(lock));
+  }
+  const SpawnSettings settings(report.writing.get(), moved_lock.get());
   pid_t pid = -1;
   const int error = ::posix_spawn(&pid, binary.c_str(), settings.actions(), settings.attributes(),
                                   Pointers(arguments).data(), Pointers(environment).data());
@@ -286,15 +345,20 @@ absl::Status PrivateDaemon::Spawn(const std::string& binary,
   pid_ = pid;
   pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
   if (!pidfd_.valid()) {
-    return StartError(absl::StrCat("pidfd_open of process ", pid, ": ", ErrnoText(errno)));
+    const absl::Status error =
+        StartError(absl::StrCat("pidfd_open of process ", pid, ": ", ErrnoText(errno)));
+    ::kill(pid, SIGKILL);
+    return error;
   }
   return absl::OkStatus();
 }
 
 PrivateDaemon::PrivateDaemon(PrivateDaemon&& other) noexcept
     : is_shared_(other.is_shared_),
+      is_child_(other.is_child_),
       pid_(std::exchange(other.pid_, -1)),
       pidfd_(std::move(other.pidfd_)),
+      report_(std::move(other.report_)),
       directory_(std::exchange(other.directory_, {})),
       end_(std::exchange(other.end_, {})) {}
 
@@ -302,35 +366,40 @@ PrivateDaemon& PrivateDaemon::operator=(PrivateDaemon&& other) noexcept {
   if (this == &other) return *this;
   WaitForEnd();
   is_shared_ = other.is_shared_;
+  is_child_ = other.is_child_;
   pid_ = std::exchange(other.pid_, -1);
   pidfd_ = std::move(other.pidfd_);
+  report_ = std::move(other.report_);
   directory_ = std::exchange(other.directory_, {});
   end_ = std::exchange(other.end_, {});
   return *this;
 }
 
+bool PrivateDaemon::Follow(int timeout_ms) {
+  if (!is_child_ || !report_.valid()) return false;
+  const std::optional<int32_t> number = ReadReport(report_.get(), timeout_ms);
+  if (!number.has_value()) return false;
+  Reap(pid_);  // it has started the process that writes, and ends
+  is_child_ = false;
+  pid_ = *number;
+  pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0)));  // none: it has ended
+  return true;
+}
+
 bool PrivateDaemon::HasEnded(int timeout_ms) {
   if (!end_.empty()) return true;
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point deadline = Clock::now() + std::chrono::milliseconds(timeout_ms);
-  pollfd ended{.fd = pidfd_.get(), .events = POLLIN};
-  int count = 0;
-  do {  // a trainer's timer may interrupt each of them
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
-    count = ::poll(&ended, 1, static_cast<int>(std::max<int64_t>(left.count(), 0)));
-  } while (count < 0 && errno == EINTR);
-  if (count <= 0) return false;
-  int status = 0;
-  pid_t reaped = -1;
-  do {
-    reaped = ::waitpid(pid_, &status, 0);
-  } while (reaped < 0 && errno == EINTR);
-  if (reaped != pid_) {
-    end_ = "unknown: the trainer reaps its children itself";
-  } else if (WIFSIGNALED(status)) {
-    end_ = absl::StrCat("signal ", WTERMSIG(status), " (", ::strsignal(WTERMSIG(status)), ")");
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+  if (pidfd_.valid() && !WaitUntilEnded(pidfd_.get(), deadline)) return false;
+  // What it has written is there, or the pipe ends with it.
+  if (Follow(kReportTimeoutMilliseconds) && pidfd_.valid() &&
+      !WaitUntilEnded(pidfd_.get(), deadline))
+    return false;
+  if (is_child_) {
+    const std::optional<int> status = Reap(pid_);
+    end_ = status.has_value() ? EndText(*status) : "unknown: the trainer reaps its children itself";
   } else {
-    end_ = absl::StrCat("exit status ", WEXITSTATUS(status));
+    const std::optional<int32_t> status = ReadReport(report_.get(), kReportTimeoutMilliseconds);
+    end_ = status.has_value() ? EndText(*status) : "unknown: who waited for it has ended";
   }
   return true;
 }
@@ -345,12 +414,15 @@ absl::StatusOr<UniqueFd> PrivateDaemon::ConnectWhenReady() {
       Clock::now() + std::chrono::milliseconds(kStartTimeoutMilliseconds);
   for (;;) {
     absl::StatusOr<UniqueFd> socket = proto::ConnectToDaemon(socket_path());
-    if (socket.ok()) return socket;
+    if (socket.ok()) {
+      Follow(0);  // a daemon that listens has said where it is
+      return socket;
+    }
     if (HasEnded(kStartPollMilliseconds)) {
       return EndedAtOnce(end_);
     }
     if (Clock::now() >= deadline) {
-      ::kill(pid_, SIGKILL);
+      Kill();
       return StartError(absl::StrCat("the private daemon did not listen within ",
                                      kStartTimeoutMilliseconds / 1000, " s"));
     }
@@ -359,17 +431,20 @@ absl::StatusOr<UniqueFd> PrivateDaemon::ConnectWhenReady() {
 
 void PrivateDaemon::WaitForEnd() {
   if (is_shared_) return Forget();
-  if (valid() && !(pidfd_.valid() && HasEnded(kEndTimeoutMilliseconds))) {
-    ::kill(pid_, SIGKILL);  // ours and not reaped: the number cannot be another process's
-    ::waitpid(pid_, nullptr, 0);
+  if (valid() && !HasEnded(kEndTimeoutMilliseconds)) {
+    Kill();
+    HasEnded(kEndTimeoutMilliseconds);
   }
   if (!directory_.empty()) proto::RemoveSocketDirectory(directory_);
   Forget();
 }
 
+void PrivateDaemon::Kill() { ::syscall(SYS_pidfd_send_signal, pidfd_.get(), SIGKILL, nullptr, 0); }
+
 void PrivateDaemon::Forget() {
   pid_ = -1;
   pidfd_.reset();
+  report_.reset();
   directory_.clear();
 }
 

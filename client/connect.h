@@ -4,7 +4,8 @@
 //
 // A private daemon runs in a process group of its own (Ctrl-C in the terminal ends the trainer; the
 // daemon sees that, commits what was put, and ends), with /dev/null as standard input and the
-// trainer's standard error for both outputs. It inherits no other descriptor and no LD_PRELOAD.
+// trainer's standard error for both outputs. It inherits no other descriptor and no LD_PRELOAD. It
+// is no child of the trainer, which may wait for all of its children (base/detached_process.h).
 //
 // The ranks of a launch share one private daemon, in a folder that is named by user and launch:
 // whoever has the lock on the folder starts it there, the others connect. It is the launch's then:
@@ -30,7 +31,7 @@ namespace offload::client {
 // daemon, would have their numbers, and what anybody prints would go there.
 void OpenClosedStreams();
 
-// A child process with its directory; both are gone when the object is.
+// A process with its directory; both are gone when the object is.
 class PrivateDaemon {
  public:
   // Starts `binary` in a fresh directory; it is not ready yet. OFD-1501.
@@ -68,10 +69,15 @@ class PrivateDaemon {
                      int lock = -1);
   // True when it has ended within the time.
   bool HasEnded(int timeout_ms);
+  // Sees where a program that was started goes on, if that is said within the time.
+  bool Follow(int timeout_ms);
+  void Kill();
 
   bool is_shared_ = false;
+  bool is_child_ = true;  // until it is seen to have detached itself
   pid_t pid_ = -1;
   UniqueFd pidfd_;
+  UniqueFd report_;
   std::string directory_;
   std::string end_;  // how it ended; empty while it runs
 };

@@ -23,6 +23,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
+#include "base/detached_process.h"
 #include "base/error.h"
 #include "gtest/gtest.h"
 #include "proto/daemon_rings.h"
@@ -742,6 +743,16 @@ TEST_F(PrivateDaemonTest, IsStartedUsedAndEndsWithTheSession) {
   EXPECT_EQ(errno, ESRCH);
 }
 
+TEST_F(PrivateDaemonTest, IsNotAmongTheChildrenThatATrainerWaitsFor) {
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(0);
+  EXPECT_EQ(::wait(nullptr), child);
+  errno = 0;
+  EXPECT_EQ(::waitpid(-1, nullptr, WNOHANG), -1);
+  EXPECT_EQ(errno, ECHILD);
+  EXPECT_EQ(::kill(session_->daemon_pid(), 0), 0) << "it lives";
+}
+
 // A timer of the trainer's interrupts calls that wait, sooner than they end.
 class Timer {
  protected:
@@ -806,9 +817,12 @@ int RunAsDaemon(const std::string& socket_path) {
 
 // As `offloadd --private --socket PATH …` when it is started so, else the tests.
 int main(int argc, char** argv) {
+  std::string socket_path;
   for (int i = 1; i + 1 < argc; ++i) {
-    if (std::string(argv[i]) == "--socket") return offload::client::RunAsDaemon(argv[i + 1]);
+    if (std::string(argv[i]) == "--detach") offload::Detach(std::stoi(argv[i + 1]));
+    if (std::string(argv[i]) == "--socket") socket_path = argv[i + 1];
   }
+  if (!socket_path.empty()) return offload::client::RunAsDaemon(socket_path);
   testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

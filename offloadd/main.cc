@@ -12,6 +12,7 @@
 #include "CLI/CLI.hpp"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "base/detached_process.h"
 #include "base/environment.h"
 #include "base/error.h"
 #include "base/string_view.h"
@@ -28,6 +29,7 @@ namespace {
 
 struct Flags {
   DaemonOptions daemon;
+  int report = -1;
   std::string log_level;
   std::string sandbox = "on";
 };
@@ -43,6 +45,11 @@ void AddFlags(CLI::App& app, Flags& flags) {
   app.add_option("--parent-pid", flags.daemon.parent_pid,
                  "The process that a private daemon serves")
       ->type_name("N");
+  app.add_option("--detach", flags.report,
+                 "Be no child of the process that started this one, and write to this descriptor "
+                 "which process goes on, and how it ended")
+      ->type_name("N")
+      ->check(CLI::Range(3, 1 << 20));
   app.add_option("--ranks", flags.daemon.rank_count,
                  "How many ranks of one launch share a private daemon")
       ->type_name("N")
@@ -147,6 +154,7 @@ int Main(int argc, char** argv) {
   Flags flags;
   AddFlags(app, flags);
   CLI11_PARSE(app, argc, argv);
+  if (flags.report >= 0) Detach(flags.report);
   if (!flags.daemon.pools.allowed.empty())
     flags.daemon.pools.default_pool = flags.daemon.pools.allowed.front();
   SetUpProcess(flags.daemon.is_private);

@@ -1521,11 +1521,8 @@ def spawned_children_attach_while_their_parent_trains(run):
         return losses, told.get(120)
 
 
-def _processors_of_update_threads():
-    """Of the daemons that this process has started."""
-    daemons = [child for task in os.listdir("/proc/self/task") for child in open(f"/proc/self/task/{task}/children").read().split()]
-    threads = [(daemon, thread) for daemon in daemons for thread in os.listdir(f"/proc/{daemon}/task")]
-    named = [thread for daemon, thread in threads if open(f"/proc/{daemon}/task/{thread}/comm").read() == "update\n"]
+def _processors_of_update_threads(daemon):
+    named = [thread for thread in os.listdir(f"/proc/{daemon}/task") if open(f"/proc/{daemon}/task/{thread}/comm").read() == "update\n"]
     return [os.sched_getaffinity(int(thread)) for thread in named]
 
 
@@ -1540,7 +1537,7 @@ def the_daemon_computes_where_any_thread_of_the_trainer_does(run):
         model, optimizer = started(run)
         losses = run.train(model, optimizer)
         if run.offloaded:
-            processors = _processors_of_update_threads()
+            processors = _processors_of_update_threads(run.handles[0]._engine.daemon_pid())
             assert processors and all(its == own for its in processors), (processors, own)
     finally:
         os.sched_setaffinity(0, own)
