@@ -1161,7 +1161,9 @@ def jobs_are_named_after_scripts(run):
 def untouched_script_that_trains_in_forked_processes(run):
     """Each has a job of its own, and begins anew."""
     launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
-    (attached, told), (attached_then, told_then) = json.loads(programs.start_script(run.folder, FORKED, launcher=launcher).communicate()[0].splitlines()[-1])
+    said, messages = programs.start_script(run.folder, FORKED, launcher=launcher).communicate()
+    (attached, told), (attached_then, told_then) = json.loads(said.splitlines()[-1])
+    assert "nothing was offloaded" not in messages, messages
     return told, told_then, attached == attached_then == [run.offloaded]
 
 
