@@ -35,15 +35,15 @@ class ForeignPart:
     # ---- What the job has of it ----
 
     def expected_bytes(self):
-        """Sizes of what it is going to keep: two moments of each parameter, where nothing else is known; of fp32 where the job cannot have
-        other room later."""
+        """Sizes of what it is going to keep: as much as each parameter twice for one of torch's, four times for others (Adan and Prodigy keep so
+        much); where the job cannot have other room later, two moments of fp32."""
         trained = [parameter for parameter in parameters_of(self.optimizer) if parameter.requires_grad]
         sizes = [parameter.nbytes for parameter in trained]
         if isinstance(self.optimizer, torch.optim.LBFGS):
             return [sum(sizes)] * (2 * max(group["history_size"] for group in self.optimizer.param_groups) + 4)
         if not self.handle.may_grow() or any(parameter.device.type != "cpu" for parameter in trained):
             return 2 * [parameter.numel() * max(parameter.itemsize, 4) for parameter in trained]
-        return 2 * sizes
+        return (2 if type(self.optimizer).__module__.startswith("torch.optim.") else 4) * sizes
 
     def _flags_now(self):
         return {key: value for key, value in process_state.options_of(self.optimizer).items() if type(value) is bool}

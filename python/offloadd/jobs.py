@@ -3,6 +3,7 @@
 import atexit
 import ctypes
 import gc
+import mmap
 import multiprocessing.process
 import multiprocessing.util
 import os
@@ -13,7 +14,7 @@ from . import followers, in_memory, served
 
 # A job is open while its model, its optimizer or its handle lives.
 _open_handles = weakref.WeakSet()
-_made = 0  # handles, in this process
+_made = bytearray(1)  # whether there was a handle
 _ends_otherwise_in = 0  # a process
 by_model = weakref.WeakKeyDictionary()  # its handle, the last one, or what is left of that
 constructed = None  # an engine that init() has opened and no attach() has taken
@@ -31,9 +32,9 @@ class OfProcess:
 
 def add(handle):
     """One that has been attached."""
-    global _made, _ends_otherwise_in
+    global _ends_otherwise_in
     _open_handles.add(handle)
-    _made += 1
+    _made[0] = 1
     if _ends_otherwise_in != os.getpid() and multiprocessing.process.parent_process() is not None:  # one that does not run what atexit has
         _ends_otherwise_in = os.getpid()
         multiprocessing.util.Finalize(None, _close_all, exitpriority=0)
@@ -51,9 +52,17 @@ def handles():
     return [handle for handle in list(_open_handles) if handle.is_open and handle.is_of_this_process()]
 
 
+def note_those_of_forks():
+    """From here on were_made() knows of what this process forks, too."""
+    global _made
+    shared = mmap.mmap(-1, 1)
+    shared[:] = _made
+    _made = shared
+
+
 def were_made():
     """Whether this process has had a job, open or closed."""
-    return _made > 0 or constructed is not None
+    return _made[0] != 0 or constructed is not None
 
 
 served.steps_taken = lambda: sum(handle.step for handle in handles())

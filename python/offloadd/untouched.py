@@ -172,6 +172,7 @@ class Watch:
 
         torch.nn.Module.load_state_dict = load
         os.register_at_fork(before=self._before_fork, after_in_child=self._after_fork)
+        jobs.note_those_of_forks()
 
     def _before_fork(self):
         self._forks += 1

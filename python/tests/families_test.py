@@ -2,7 +2,9 @@
 
 import contextlib
 import glob
+import json
 import os
+import subprocess
 import sys
 
 import torch
@@ -206,6 +208,79 @@ def from_config_inside_init(run):
     with offloadd.init(nvme_path=run.folder, ram="256MiB", job="born"):
         model = llama().to(run.dtype)
     return fit_attached(run, model)
+
+
+LARGER_THAN_MEMORY = """
+import gc, hashlib, json, os, sys, torch, transformers, offloadd
+folder, ram = sys.argv[1:]
+
+def kib(process, *names):
+    with open(f"/proc/{process}/status", encoding="ascii") as file:
+        said = dict(line.split(":", 1) for line in file)
+    return sum(int(said[name].split()[0]) for name in names)
+
+def train(model, steps, attach=lambda optimizer: None):
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    handle, told = attach(optimizer), []
+    for step in range(steps):
+        ids = torch.randint(512, (2, 16), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return handle, told
+
+config = transformers.AutoConfig.from_pretrained(folder)
+config.num_hidden_layers = 1
+train(transformers.LlamaForCausalLM(config), 1)  # which brings the framework to memory
+gc.collect()
+try:
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")  # the peak is that of now
+    before = kib("self", "VmHWM")
+except (OSError, KeyError):
+    before = None
+if ram:
+    with offloadd.init(nvme_path=os.path.dirname(folder), ram=ram, job="larger"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+else:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+handle, told = train(model, 2, lambda optimizer: offloadd.attach(model, optimizer) if ram else None)
+model.save_pretrained(saved := folder + "-saved", max_shard_size="16MB")
+grown = None if before is None else (kib("self", "VmHWM") - before) << 10
+daemon = kib(handle._engine.daemon_pid(), "RssAnon", "RssShmem") << 10 if ram else 0
+digests = {}
+for name in sorted(os.listdir(saved)):
+    with open(os.path.join(saved, name), "rb") as file:
+        digests[name] = hashlib.sha256(file.read()).hexdigest()
+print(json.dumps([told, digests, grown, daemon]))
+"""
+
+
+@case(types=("fp32",), memory=("floor",))
+def folder_larger_than_memory(run):
+    """Is loaded, trained and saved with no more memory than `ram`, beside what the framework has and activations are."""
+    config = transformers.LlamaConfig(vocab_size=512, hidden_size=384, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=4,
+                                      num_key_value_heads=4, max_position_embeddings=64)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder := os.path.join(run.folder, "model"), max_shard_size="16MB")
+    size, ram = sum(p.nbytes for p in model.parameters()), 64 << 20
+    assert size > ram
+    del model
+    done = subprocess.run([sys.executable, "-c", LARGER_THAN_MEMORY, folder, str(ram) if run.offloaded else ""], capture_output=True, text=True,
+                          check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    told, digests, grown, daemon = json.loads(done.stdout.splitlines()[-1])
+    if grown is None:
+        print("skipped folder_larger_than_memory: /proc/self/clear_refs cannot be written, so there is no peak to look at")
+    elif run.offloaded:
+        activations = 32 << 20
+        assert grown <= ram + activations and daemon <= ram, (grown, daemon)
+    else:
+        assert grown > 3 * size, grown  # gradients and moments, beside files that are mapped: the peak is one
+    return told, digests
 
 
 def fit_attached(run, model):

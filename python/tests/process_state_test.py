@@ -509,7 +509,23 @@ def at_the_least(make, train):
     return declare
 
 
+class FourTimes(torch.optim.Optimizer):
+    """Keeps more than two moments of each parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in parameters_of(self):
+            for number in range(4):
+                mean = self.state[p].setdefault(f"mean{number}", torch.zeros_like(p))
+                mean.lerp_(p.grad, 0.1 * (number + 1))
+                p.sub_(mean, alpha=1e-2)
+
+
 at_the_least(lambda p: torch.optim.NAdam(p, 1e-3), "train")("with_the_least_memory")
+at_the_least(FourTimes, "train")("with_the_least_memory_and_four_moments")
 at_the_least(lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3, history_size=3), "train_with_closures")("with_the_least_memory_and_closures")
 
 

@@ -1009,6 +1009,44 @@ except offloadd.Error as error:
 print(json.dumps([[entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1], [p.tolist() for p in model.parameters()]]))
 """
 
+ACCELERATED = """
+import os, sys, json, accelerate, torch, offloadd
+sys.path.insert(0, os.environ["TESTS"])
+from families_test import llama
+from trainers_test import Data
+folder, ram, asked = sys.argv[1:]
+accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+torch.manual_seed(0)
+model = llama()
+make = torch.optim.NAdam if asked == "nadam" else lambda p, rate: torch.optim.AdamW(p, rate, fused=True)
+optimizer = make(model.parameters(), 1e-3)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8 ** step)
+first = offloadd.attach(model, optimizer, nvme_path=folder, ram=ram, job="accelerated").step if ram else 0
+batches = torch.utils.data.DataLoader(Data(), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))
+model, optimizer, batches, scheduler = accelerator.prepare(model, optimizer, batches, scheduler)
+for _ in range(first):
+    scheduler.step()
+step = 0
+for epoch in range(2):
+    for inputs in batches:
+        if step // 2 < first:
+            step += 1
+            continue
+        with accelerator.accumulate(model):
+            loss = model(**inputs).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        step += 1
+        print(step, flush=True)
+        if step % 8 == 0:
+            accelerator.save_state(os.path.join(folder, "state"))
+print(json.dumps([loss.item(), scheduler.get_last_lr(), [p.tolist() for p in model.parameters()]]))
+"""
+
 
 @case(types=("fp32",), memory=("floor",))
 def untouched_script(run):
@@ -1161,7 +1199,9 @@ def jobs_are_named_after_scripts(run):
 def untouched_script_that_trains_in_forked_processes(run):
     """Each has a job of its own, and begins anew."""
     launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
-    (attached, told), (attached_then, told_then) = json.loads(programs.start_script(run.folder, FORKED, launcher=launcher).communicate()[0].splitlines()[-1])
+    said, messages = programs.start_script(run.folder, FORKED, launcher=launcher).communicate()
+    (attached, told), (attached_then, told_then) = json.loads(said.splitlines()[-1])
+    assert "nothing was offloaded" not in messages, messages
     return told, told_then, attached == attached_then == [run.offloaded]
 
 
@@ -1300,6 +1340,24 @@ def killed_with_an_optimizer_of_ones_own(run):
     for kill_at in ("3", "8") if run.offloaded else ():
         kill(programs.start_script(run.folder, KILLED, run.folder, "256MiB", "own"), kill_at)
     return json.loads(programs.start_script(run.folder, KILLED, run.folder, "256MiB" if run.offloaded else "", "own").communicate()[0].splitlines()[-1])
+
+
+def killed_under_accelerate(kind):
+    """A case: between micro-batches, and while its state is saved; at any of them it goes on as if it had not been."""
+
+    def function(run):
+        for first in (1, 8, 15) if run.offloaded else ():
+            kill(programs.start_script(run.folder, ACCELERATED, run.folder, "256MiB", kind), str(random.randrange(first, first + 6)))
+        text, errors = programs.start_script(run.folder, ACCELERATED, run.folder, "256MiB" if run.offloaded else "", kind).communicate()
+        assert text, errors
+        return json.loads(text.splitlines()[-1])
+
+    function.__name__ = f"killed_under_accelerate_with_{kind}"
+    case(function, types=("fp32",), memory=("floor",))
+
+
+killed_under_accelerate("adamw")
+killed_under_accelerate("nadam")
 
 
 @case(types=("fp32",), memory=("floor",))

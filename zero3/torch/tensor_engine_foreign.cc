@@ -219,8 +219,8 @@ void TensorEngine::RaiseFloor(Plan& plan) const {
   plan.floor_without_spilling_bytes = with_slots->floor_without_spilling_bytes;
   if (ram_bytes_ >= plan.floor_bytes) return;
   Log().warn(
-      "ram is {}: the job has no room for what an optimizer keeps that runs in this process, and "
-      "cannot be resumed. Set ram to at least {} bytes, or train it in one run",
+      "ram is {}: the job may have no room for what an optimizer keeps that runs in this process, "
+      "and then cannot be resumed. Set ram to at least {} bytes, or train it in one run",
       FormatBytes(ram_bytes_), plan.floor_bytes);
 }
 
