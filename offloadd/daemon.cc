@@ -19,8 +19,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/advice.h"
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
 #include "base/worker_pool.h"
@@ -164,7 +166,7 @@ std::string Daemon::Metrics() const {
   const proto::v1::StatusReply status = MakeStatusReply(jobs_, started_seconds_);
   std::map<std::string, uint64_t> free_bytes;
   for (const proto::v1::JobStatus& job : status.jobs()) {
-    const auto pools = swap::SplitPools(job.pool());
+    const auto pools = SplitPools(job.pool());
     if (!pools.ok()) continue;
     for (const std::string& pool : *pools) {
       struct statvfs info = {};
