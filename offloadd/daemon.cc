@@ -1,5 +1,6 @@
 #include "offloadd/daemon.h"
 
+#include <grpc/grpc.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/resource_quota.h>
 #include <sys/signalfd.h>
@@ -15,6 +16,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -39,6 +41,13 @@ namespace offload::daemon {
 namespace {
 
 constexpr auto kAcceptPause = std::chrono::milliseconds(10);
+
+// Once more than it is shut down: the last shutdown would wait for ever for a thread of gRPC's that
+// the system had refused to start.
+void KeepGrpcForTheProcess() {
+  static std::once_flag kept;
+  std::call_once(kept, &grpc_init);
+}
 
 }  // namespace
 
@@ -126,6 +135,7 @@ absl::StatusOr<std::unique_ptr<grpc::Server>> Daemon::ServeControl(const std::st
                                                                    mode_t mode,
                                                                    ControlService* service) {
   unlink(path.c_str());
+  KeepGrpcForTheProcess();
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(static_cast<int>(kLimits.message_bytes_max));
   builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, proto::kControlMetadataBytesMax);
