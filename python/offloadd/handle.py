@@ -159,7 +159,7 @@ class Handle(Grows, jobs.OfProcess):
         parts = [part if part.is_foreign else self._brought_here_before(part) for part in parts]
         is_of_host = destination is None and any(parameter.device.type == "cpu" for _, parameter in named)
         if is_of_host and not all(part.is_foreign for part in parts):
-            self._engine.check_instructions()
+            Engine.check_instructions()
         for part in parts:
             if not part.is_foreign:
                 part.check_named_once()
