@@ -29,6 +29,7 @@ struct Variable {
 };
 
 constexpr Variable kVariables[] = {
+    {"OFFLOADCTL_BINARY"},
     {"OFFLOADD_BESIDE_RAM", Takes::kSize},
     {"OFFLOADD_BINARY"},
     {"OFFLOADD_BORN_ABOVE", Takes::kSize},

@@ -107,6 +107,7 @@ std::vector<std::string> EnvironmentForDaemon() {
   return variables;
 }
 
+constexpr char kNullDevice[] = "/dev/null";
 constexpr int kInheritedReport = STDERR_FILENO + 1, kInheritedLock = kInheritedReport + 1;
 
 // Descriptors `report` and `lock` become kInheritedReport and kInheritedLock in the daemon; -1:
@@ -116,7 +117,7 @@ class SpawnSettings {
  public:
   SpawnSettings(int report, int lock) {
     ::posix_spawn_file_actions_init(&actions_);
-    ::posix_spawn_file_actions_addopen(&actions_, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
+    ::posix_spawn_file_actions_addopen(&actions_, STDIN_FILENO, kNullDevice, O_RDONLY, 0);
     ::posix_spawn_file_actions_adddup2(&actions_, STDERR_FILENO, STDOUT_FILENO);
     ::posix_spawn_file_actions_adddup2(&actions_, report, kInheritedReport);
     if (lock >= 0) ::posix_spawn_file_actions_adddup2(&actions_, lock, kInheritedLock);
@@ -296,7 +297,7 @@ std::string RanksDirectory(const std::string& run_id) {
 void OpenClosedStreams() {
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (::fcntl(stream, F_GETFD) >= 0) continue;
-    const int opened = ::open("/dev/null", O_RDWR);
+    const int opened = ::open(kNullDevice, O_RDWR);
     if (opened >= 0 && opened != stream) ::close(opened);  // another thread was first
   }
 }
@@ -340,13 +341,21 @@ absl::Status PrivateDaemon::Spawn(const std::string& binary,
   const int error = ::posix_spawn(&pid, binary.c_str(), settings.actions(), settings.attributes(),
                                   Pointers(arguments).data(), Pointers(environment).data());
   if (error != 0) {
+    if (::access(kNullDevice, R_OK) != 0) {
+      return MakeError(ErrorId::kDaemonStart,
+                       absl::StrCat(kNullDevice, " cannot be opened: ", ErrnoText(errno)),
+                       "Mount /dev (in a chroot: mount --bind /dev DIR/dev)");
+    }
     return StartError(absl::StrCat("\"", binary, "\" cannot be run: ", ErrnoText(error)));
   }
   pid_ = pid;
   pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
   if (!pidfd_.valid()) {
     const absl::Status error =
-        StartError(absl::StrCat("pidfd_open of process ", pid, ": ", ErrnoText(errno)));
+        MakeError(ErrorId::kDaemonStart,
+                  absl::StrCat("pidfd_open of process ", pid, ": ", ErrnoText(errno)),
+                  "Allow it in the container's seccomp profile (docker run --security-opt "
+                  "seccomp=FILE); it takes Linux 5.3");
     ::kill(pid, SIGKILL);
     return error;
   }

@@ -11,7 +11,9 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "base/advice.h"
 #include "base/error.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "base/version.h"
 #include "client/fork_safe_transport.h"
@@ -73,8 +75,12 @@ absl::Status CheckTexts(const JobOptions& options) {
                      absl::StrCat(name, " is '", absl::CHexEscape(*text), "', which is not UTF-8"),
                      "Give it a name in UTF-8");
   }
-  return absl::OkStatus();
+  OFFLOAD_RETURN_IF_ERROR(CheckJobName(options.job));
+  return SplitPools(options.pool).status();
 }
+
+// What gRPC answers in the daemon's name when no thread can be started for the call.
+constexpr absl::string_view kNoThread = "Server Threadpool Exhausted";
 
 absl::Status CheckNames(std::span<const proto::Tensor> tensors) {
   for (const proto::Tensor& tensor : tensors) {
@@ -491,6 +497,11 @@ absl::Status ControlClient::Explain(const char* name, const grpc::Status& status
   if (translated.ok() || ErrorIdOf(translated).has_value()) return translated;
   if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) {
     return MakeError(ErrorId::kDaemonLost, absl::StrCat("the daemon did not answer ", name));
+  }
+  if (status.error_message() == kNoThread) {
+    return MakeError(ErrorId::kRefused,
+                     absl::StrCat("the daemon can start no further thread, which ", name, " needs"),
+                     kThreadsFix);
   }
   const absl::Time deadline = absl::Now() + kHealthGrace;
   while (health_->ok() && absl::Now() < deadline) absl::SleepFor(absl::Milliseconds(5));

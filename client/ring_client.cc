@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/advice.h"
 #include "base/check.h"
 #include "base/checked.h"
 #include "base/clock.h"
@@ -56,8 +57,7 @@ absl::StatusOr<std::unique_ptr<RingClient>> RingClient::Start(Options options) {
   } catch (const std::system_error& error) {
     return MakeError(ErrorId::kDaemonStart,
                      absl::StrCat("no thread can be started for its answers: ", error.what()),
-                     "Raise the limit of threads (ulimit -u, TasksMax, docker --pids-limit), or of "
-                     "address space (ulimit -v)");
+                     kThreadsFix);
   }
   return client;
 }

@@ -14,6 +14,7 @@
 #include "base/environment.h"
 #include "base/error.h"
 #include "base/parse_averaging.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
 #include "base/suggest.h"
@@ -22,11 +23,11 @@ namespace offload::config {
 namespace {
 
 constexpr Key kKeys[] = {
-    {"job", "OFFLOADD_JOB", KeyType::kText, "default", "",
+    {"job", "OFFLOADD_JOB", KeyType::kJob, "default", "",
      "names the run in the pool; the same name resumes it"},
     {"memory.ram", "OFFLOADD_RAM", KeyType::kSize, "", "",
      "what daemon and library together may hold in memory"},
-    {"gpu.device", "OFFLOADD_DEVICE", KeyType::kText, "", "",
+    {"gpu.device", "OFFLOADD_DEVICE", KeyType::kDevice, "", "",
      "where models of the host are trained, by torch's name (cuda:0); none: where they are"},
     {"gpu.ram", "OFFLOADD_GPU_RAM", KeyType::kSize, "auto", "",
      "what the library may hold of a GPU's memory for weights and gradients; auto: half of it"},
@@ -83,8 +84,6 @@ std::string Complaint(const Key& key, std::string_view value) {
   if (absl::StripAsciiWhitespace(text).empty()) return "is empty";
   uint64_t number = 0;
   switch (key.type) {
-    case KeyType::kText:
-      return "";
     case KeyType::kSize:
       if (!text.empty() && text == key.otherwise) return "";
       return ParseByteSize(value).ok() ? "" : "is no size; write one such as 8GiB";
@@ -98,11 +97,10 @@ std::string Complaint(const Key& key, std::string_view value) {
     }
     case KeyType::kHome:
       return IsHome(value) ? "" : "is none of auto, ram, nvme and a share such as 0.25";
+    case KeyType::kJob:
+    case KeyType::kDevice:
     case KeyType::kPools:
-      for (absl::string_view pool : absl::StrSplit(text, ',')) {
-        if (absl::StripAsciiWhitespace(pool).empty()) return "has an empty directory";
-      }
-      return "";
+      return "";  // ComplainOfName
     case KeyType::kDurability:
       return ParseDurability(value).ok() ? ""
                                          : "is none of step, checkpoint:N and checkpoint:10min";
@@ -112,10 +110,75 @@ std::string Complaint(const Key& key, std::string_view value) {
   return "cannot be read";
 }
 
+std::optional<NameComplaint> ComplainOfName(const Key& key, std::string_view value) {
+  switch (key.type) {
+    case KeyType::kJob:
+      return ComplainOfJob(value);
+    case KeyType::kDevice:
+      return ComplainOfDevice(value);
+    case KeyType::kPools:
+      return ComplainOfPools(value);
+    default:
+      return std::nullopt;
+  }
+}
+
 std::vector<std::string> KeyNames() {
   std::vector<std::string> names;
   for (const Key& key : kKeys) names.push_back(key.name);
   return names;
+}
+
+std::string_view LastPart(std::string_view name) { return name.substr(name.rfind('.') + 1); }
+
+// Keys whose last part is the last part of `name`, or else nearly so.
+std::vector<std::string> KeysThatEndIn(std::string_view name) {
+  std::vector<std::string> ends, found;
+  for (const Key& key : kKeys) ends.emplace_back(LastPart(key.name));
+  const std::string nearest = NearestWord(LastPart(name), ends);
+  for (const Key& key : kKeys) {
+    if (!nearest.empty() && LastPart(key.name) == nearest) found.emplace_back(key.name);
+  }
+  return found;
+}
+
+// The key that somebody means who knows the options of the engine, or the words of other pages.
+constexpr std::pair<std::string_view, const char*> kOtherNames[] = {
+    {"nvme_path", "pool"},
+    {"pools", "pool"},
+    {"path", "pool"},
+    {"gpu_ram", "gpu.ram"},
+    {"update_threads", "update.threads"},
+    {"update_in_backward", "update.in_backward"},
+    {"weights_home", "policy.params"},
+    {"state_home", "policy.optimizer"},
+    {"zero_stage", "policy.stage"},
+    {"memory.limit", "memory.ram"},
+    {"memory.cpu", "memory.ram"},
+};
+
+// What is said of a key that there is not, and which one is meant.
+std::pair<std::string, std::string> DescribeUnknown(std::string_view name) {
+  const std::string quoted = absl::StrCat("\"", ToAbsl(name), "\"");
+  std::vector<std::string> meant;
+  for (const Key& key : kKeys) {
+    if (std::string_view(key.name).starts_with(absl::StrCat(ToAbsl(name), ".")))
+      meant.emplace_back(key.name);
+  }
+  const bool is_section = !meant.empty();
+  for (const auto& [other, key] : kOtherNames) {
+    if (meant.empty() && other == name) meant = {key};
+  }
+  if (meant.empty()) {
+    if (std::string nearest = NearestWord(name, KeyNames()); !nearest.empty()) meant = {nearest};
+  }
+  if (meant.empty()) meant = KeysThatEndIn(name);
+  const std::string list = "offloadctl config schema lists the keys";
+  const std::string fix =
+      meant.empty() ? list
+                    : absl::StrCat("Did you mean \"", absl::StrJoin(meant, "\", \""), "\"? ", list);
+  return {absl::StrCat(is_section ? "a section where a key belongs: " : "unknown key ", quoted),
+          fix};
 }
 
 // A string of TOML in quotes.
@@ -159,16 +222,18 @@ absl::Status Settings::Set(std::string_view name, std::string_view value, std::s
   const std::string where(origin);
   const Key* const key = FindKey(name);
   if (key == nullptr) {
-    const std::string nearest = NearestWord(name, KeyNames());
-    return MakeError(ErrorId::kConfiguration,
-                     absl::StrCat(where, ": unknown key \"", ToAbsl(name), "\""),
-                     nearest.empty() ? "offloadctl config schema lists the keys"
-                                     : absl::StrCat("Did you mean \"", nearest,
-                                                    "\"? offloadctl config schema lists the keys"));
+    const auto [what, fix] = DescribeUnknown(name);
+    return MakeError(ErrorId::kConfiguration, absl::StrCat(where, ": ", what), fix);
   }
   if (const std::string complaint = Complaint(*key, value); !complaint.empty()) {
     return MakeError(ErrorId::kConfiguration, absl::StrCat(where, ": ", key->name, " = \"",
                                                            ToAbsl(value), "\" ", complaint));
+  }
+  if (const std::optional<NameComplaint> complaint = ComplainOfName(*key, value)) {
+    return MakeError(
+        ErrorId::kConfiguration,
+        absl::StrCat(where, ": ", key->name, " = \"", ToAbsl(value), "\" ", complaint->what),
+        complaint->fix);
   }
   set_[key->name] = {std::string(value), where};
   return absl::OkStatus();

@@ -24,7 +24,8 @@
 namespace offload::config {
 
 enum class KeyType {
-  kText,        // anything that is not empty
+  kJob,         // a name that a job may have
+  kDevice,      // "cuda:0"
   kSize,        // "8GiB", 8e9; or the default, "auto"
   kCount,       // an integer from 0
   kChoice,      // one of Key::choices

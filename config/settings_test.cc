@@ -148,8 +148,8 @@ TEST(SettingsTest, AWrongVariableIsNamed) {
 
 TEST(SettingsTest, WhatIsWrittenAsTomlIsReadBack) {
   Settings settings;
-  ASSERT_TRUE(settings.Set("job", "a \"b\" \\ c", "test\nline").ok());
-  ASSERT_TRUE(settings.Set("pool", "/nvme0,/nvme 1", "test").ok());
+  ASSERT_TRUE(settings.Set("job", "a-b", "test\nline").ok());
+  ASSERT_TRUE(settings.Set("pool", "/nvme \"0\" \\ c,/nvme 1", "test").ok());
   ASSERT_TRUE(settings.Set("state.generations", "3", "test").ok());
   ASSERT_TRUE(settings.Set("memory.ram", "1.5GiB", "test").ok());
   const Settings read = FromToml(settings.ToToml());
@@ -193,13 +193,23 @@ TEST(TomlFileTest, WhatIsWrongIsNamedWithLineAndColumn) {
   } wrong[] = {
       {"job = 7", ":1:1", "a number where a text belongs"},
       {"\nstate.generations = \"2\"", ":2:7", "a text where an integer belongs"},
-      {"memory = 5", ":1:1", "unknown key"},
+      {"memory = 5", ":1:1", "a section where a key belongs"},
       {"[memory]\nram = true", ":2:1", "a boolean where a size belongs"},
       {"[memory]\nram = \"lots\"", ":2:1", "no size"},
       {"memory.ram = nan", ":1:8", "no size"},
       {"job = \"a\"\njob = \"b\"", ":2:", "no TOML"},
       {"job = ", ":1:", "no TOML"},
-      {"[memory]\ngpu = \"auto\"", ":2:1", "this release computes on the CPU"},
+      {"[memory]\ngpu = \"auto\"", ":2:1", "the memory of a GPU is gpu.ram"},
+      {"memory = \"64GiB\"", ":1:1", "Did you mean \"memory.ram\"?"},
+      {"ram = \"64GiB\"", ":1:1", "Did you mean \"memory.ram\", \"gpu.ram\"?"},
+      {"mem.ram = \"64GiB\"", ":1:5", "Did you mean \"memory.ram\"?"},
+      {"[memory]\nlimit = \"64GiB\"", ":2:1", "Did you mean \"memory.ram\"?"},
+      {"nvme_path = \"/nvme0\"", ":1:1", "Did you mean \"pool\"?"},
+      {"threads = 4", ":1:1", "Did you mean \"update.threads\"?"},
+      {"pool = \"~/pool\"", ":1:8", "begins with the ~ of shells"},
+      {"pool = [{ path = \"/a\" }, { path = \"/a/\" }]", ":1:8", "names /a/ twice"},
+      {"job = \"a b/c\"", ":1:1", "is no name of a job. Use letters"},
+      {"gpu.device = \"gpu0\"", ":1:5", "is no device of torch that is served. Write cuda:0"},
       {"[train]\nclip_norm = 1.0", ":2:1", "clipping is the trainer's"},
       {"pool = [{ path = \"/a\", max = \"1TB\" }]", ":1:", "a job's file is as large as its state"},
       {"pool = [{ }]", ":1:", "no path"},

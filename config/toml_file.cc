@@ -30,7 +30,7 @@ struct Absent {
   const char* why;
 };
 constexpr Absent kAbsent[] = {
-    {"memory.gpu", "this release computes on the CPU"},
+    {"memory.gpu", "the memory of a GPU is gpu.ram"},
     {"pool.max", "a job's file is as large as its state; offloadctl plan says how large"},
     {"train.clip_norm", "clipping is the trainer's: torch::nn::utils::clip_grad_norm_"},
     {"train.accumulate", "accumulation is the trainer's: call step() after the last micro-batch"},

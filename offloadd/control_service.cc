@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "offloadd/environment.h"
 #include "offloadd/limits.h"
@@ -69,7 +70,7 @@ class Stream {
 
 // The same for the same store. A pool that is not there is refused later.
 absl::StatusOr<std::string> StoreOf(const std::string& pool, const std::string& job) {
-  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(pool));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, SplitPools(pool));
   std::error_code error;
   return absl::StrCat(std::filesystem::canonical(pools.front(), error).string(), "/", job);
 }
@@ -90,11 +91,10 @@ std::string DescribeLaunches(const Job& job, const JobIdentity& ours) {
 // Runs `work` on the loop of the session's job, with the session's rank of it.
 template <typename Answer, typename Work>
 Answer OnJob(Session& session, Work work) {
-  const absl::Status ended = MakeError(ErrorId::kSessionEnded, "the session is closed");
   const std::shared_ptr<Job> job = session.job();
-  if (job == nullptr) return session.IsLeaving() ? ended : NoJob();
+  if (job == nullptr) return session.IsLeaving() ? session.Ended() : NoJob();
   return job->loop().Call<Answer>([&](std::function<void(Answer)> answer) {
-    if (session.IsLeaving()) return answer(ended);
+    if (session.IsLeaving()) return answer(session.Ended());
     Rank* const rank = job->FindRank(session.id());
     if (rank == nullptr) return answer(NoJob());
     work(*job, *rank, std::move(answer));
@@ -141,7 +141,7 @@ grpc::Status ControlService::OpenJob(grpc::ServerContext* context, const v1::Ope
   }
   using Answer = absl::StatusOr<v1::OpenJobReply>;
   const Answer answer = job->loop().Call<Answer>([&](std::function<void(Answer)> done) {
-    if ((*session)->IsLeaving()) return done(MakeError(ErrorId::kSessionEnded, "the session ends"));
+    if ((*session)->IsLeaving()) return done((*session)->Ended());
     job->OpenJob((*session)->MemberOfJob(), request, std::move(done));
   });
   if (answer.ok()) {
@@ -175,7 +175,7 @@ absl::StatusOr<std::shared_ptr<Job>> ControlService::TakeJob(const Session& sess
     OFFLOAD_ASSIGN_OR_RETURN(JobTable::Claim claim, jobs_->Take(identity));
     if (claim.is_ours && !claim.job->IsLeftBy(world.rank())) return std::move(claim.job);
     if (claim.is_ours) {  // it is opened anew when the last rank has closed it
-      if (session.IsLeaving()) return MakeError(ErrorId::kSessionEnded, "the session ends");
+      if (session.IsLeaving()) return session.Ended();
       if (Clock::Real().NowSeconds() >= begin + join_timeout) {
         return MakeError(
             ErrorId::kStoreLocked,

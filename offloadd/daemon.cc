@@ -1,5 +1,6 @@
 #include "offloadd/daemon.h"
 
+#include <grpc/grpc.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/resource_quota.h>
 #include <sys/signalfd.h>
@@ -15,12 +16,15 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/advice.h"
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
 #include "base/worker_pool.h"
@@ -37,6 +41,13 @@ namespace offload::daemon {
 namespace {
 
 constexpr auto kAcceptPause = std::chrono::milliseconds(10);
+
+// Once more than it is shut down: the last shutdown would wait for ever for a thread of gRPC's that
+// the system had refused to start.
+void KeepGrpcForTheProcess() {
+  static std::once_flag kept;
+  std::call_once(kept, &grpc_init);
+}
 
 }  // namespace
 
@@ -124,6 +135,7 @@ absl::StatusOr<std::unique_ptr<grpc::Server>> Daemon::ServeControl(const std::st
                                                                    mode_t mode,
                                                                    ControlService* service) {
   unlink(path.c_str());
+  KeepGrpcForTheProcess();
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(static_cast<int>(kLimits.message_bytes_max));
   builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, proto::kControlMetadataBytesMax);
@@ -164,7 +176,7 @@ std::string Daemon::Metrics() const {
   const proto::v1::StatusReply status = MakeStatusReply(jobs_, started_seconds_);
   std::map<std::string, uint64_t> free_bytes;
   for (const proto::v1::JobStatus& job : status.jobs()) {
-    const auto pools = swap::SplitPools(job.pool());
+    const auto pools = SplitPools(job.pool());
     if (!pools.ok()) continue;
     for (const std::string& pool : *pools) {
       struct statvfs info = {};

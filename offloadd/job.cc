@@ -122,6 +122,11 @@ void Job::Shutdown(std::function<void()> done) {
   leave_waiters_.push_back(std::move(done));
 }
 
+void Job::EndWithDaemon(std::function<void()> done) {
+  if (!IsClosing(phase()) && !context_.failed() && end_reason_.ok()) end_reason_ = DaemonEnds();
+  Shutdown(std::move(done));
+}
+
 // Moves towards the end: updates first, then a commit of steps that wait for one. Unsettled puts go
 // with the open epoch, and so do partial steps.
 void Job::Drain() {

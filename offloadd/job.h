@@ -140,6 +140,8 @@ class Job {
   void Leave(uint64_t session, const std::string& how, std::function<void()> done);
   // The daemon ends: as Close(), but pins count. `done` runs when the job is drained.
   void Shutdown(std::function<void()> done);
+  // The same, and calls of ranks that come or wait are told that it is the daemon which ends.
+  void EndWithDaemon(std::function<void()> done);
 
   // ---- On the loop: calls of ranks.
   absl::Status DeclareTensors(Rank& rank,
@@ -369,7 +371,7 @@ class Job {
   std::vector<std::unique_ptr<Rank>> ranks_;  // by number; null: not there yet
   bool opened_ = false;                       // the store has been looked for
   double join_deadline_seconds_ = 0;
-  absl::Status end_reason_;  // a rank is gone or at fault: the others are told
+  absl::Status end_reason_;  // a rank is gone or at fault, or the daemon ends: ranks are told
   std::vector<Progress> seal_progress_;
   std::vector<std::string> trainer_states_;  // by rank, as they will be committed
   ActivityLog activity_;                     // watches store and scratch file,

@@ -9,6 +9,7 @@
 #include "base/checked.h"
 #include "base/durability.h"
 #include "base/error.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
 #include "offloadd/environment.h"
@@ -33,10 +34,7 @@ absl::StatusOr<aio::Engine> ParseEngine(const std::string& text) {
 // ---- The request -------------------------------------------------------------------------------
 
 absl::Status Job::ReadOptions(const proto::v1::OpenJobRequest& request) {
-  if (!swap::IsValidJobName(request.job())) {
-    return MakeError(ErrorId::kBadValue, absl::StrCat("job name \"", request.job(), "\""),
-                     "Use letters, digits and . _ - #, at most 128, not beginning with a dot");
-  }
+  OFFLOAD_RETURN_IF_ERROR(CheckJobName(request.job()));
   if (request.ram_bytes() > kLimits.ram_bytes_max) {
     return MakeError(ErrorId::kBadValue,
                      absl::StrCat("ram is ", FormatBytes(request.ram_bytes()), ", a job has ",

@@ -78,6 +78,10 @@ absl::Status CheckAllowed(JobCall call, JobPhase phase) {
   return MakeError(ErrorId::kProtocol, what);
 }
 
+absl::Status DaemonEnds() {
+  return MakeError(ErrorId::kDaemonLost, "the daemon was told to end (SIGTERM) and takes no calls");
+}
+
 bool CanFollow(JobPhase phase, JobPhase next) {
   if (next == JobPhase::kClosing) return !IsClosing(phase);
   return (kSuccessors[static_cast<int>(phase)] & Bit(next)) != 0;

@@ -56,6 +56,9 @@ std::string_view NameOf(JobCall call);
 // after CloseJob".
 absl::Status CheckAllowed(JobCall call, JobPhase phase);
 
+// OFD-1801 for what a rank asks of a daemon that was told to end (SIGTERM).
+absl::Status DaemonEnds();
+
 bool CanFollow(JobPhase phase, JobPhase next);
 
 inline bool IsClosing(JobPhase phase) { return phase >= JobPhase::kClosing; }

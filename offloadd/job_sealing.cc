@@ -13,6 +13,7 @@
 #include "base/checked.h"
 #include "base/error.h"
 #include "base/fault_point.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "offloadd/agreement.h"
 #include "offloadd/environment.h"
@@ -327,7 +328,7 @@ absl::Status Job::CheckMayOutgrow(bool has_others) const {
       has_others ? "the model has other parameters than job \""
                  : "more of the model is trained than when job \"",
       identity_.name, has_others ? "\", and its store " : "\" was made, and its store ");
-  const absl::StatusOr<std::vector<std::string>> pools = swap::SplitPools(identity_.pool);
+  const absl::StatusOr<std::vector<std::string>> pools = SplitPools(identity_.pool);
   if (pools.ok() && pools->size() > 1) {
     return MakeError(
         ErrorId::kOtherModel,

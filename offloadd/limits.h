@@ -44,8 +44,4 @@ struct Limits {
 
 inline constexpr Limits kLimits;
 
-inline constexpr char kThreadsFix[] =
-    "Raise the limit of threads (ulimit -u, TasksMax, docker --pids-limit), or of address space "
-    "(ulimit -v)";
-
 }  // namespace offload::daemon

@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
 #include "base/worker_pool.h"
@@ -82,7 +83,7 @@ class RealMachine final : public Machine {
   absl::Status PublishStore(swap::Store& store) override { return store.Publish(); }
   absl::StatusOr<std::unique_ptr<swap::Scratch>> CreateScratch(
       const std::string& pool, swap::ScratchOptions options) override {
-    OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(pool));
+    OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, SplitPools(pool));
     return swap::Scratch::Create(pools, std::move(options));
   }
 

@@ -12,6 +12,7 @@
 #include "CLI/CLI.hpp"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "base/advice.h"
 #include "base/detached_process.h"
 #include "base/environment.h"
 #include "base/error.h"

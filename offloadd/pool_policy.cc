@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "swap/store.h"
 
@@ -26,7 +27,7 @@ absl::StatusOr<std::string> ChoosePool(const PoolPolicy& policy, const std::stri
   if (pool.empty())
     return MakeError(ErrorId::kBadValue, "no pool is given, and the daemon has no default one");
   if (policy.allowed.empty()) return pool;
-  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> wanted, swap::SplitPools(pool));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> wanted, SplitPools(pool));
   for (const std::string& each : wanted) {
     if (IsAllowed(policy, each)) continue;
     return MakeError(ErrorId::kRefused,

@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
 #include "proto/shared_memory.h"
@@ -73,7 +74,7 @@ int Session::WatchHandshake() {
 
 std::string Session::StoredName(const std::string& name) const {
   // A bad name stays one.
-  if (proto::IsTrusted(peer_) || !swap::IsValidJobName(name)) return name;
+  if (proto::IsTrusted(peer_) || !IsValidJobName(name)) return name;
   return absl::StrCat("u", peer_.uid, ".", name);
 }
 
@@ -103,9 +104,15 @@ std::shared_ptr<Job> Session::job() const {
   return job_;
 }
 
+absl::Status Session::Ended() const {
+  return daemon_ends_.load(std::memory_order_acquire)
+             ? DaemonEnds()
+             : MakeError(ErrorId::kSessionEnded, "the session is closed");
+}
+
 absl::Status Session::JoinJob(std::shared_ptr<Job> job) {
   std::lock_guard<std::mutex> lock(job_mutex_);
-  if (leaving_) return MakeError(ErrorId::kSessionEnded, "the session ends");
+  if (leaving_) return Ended();
   if (job_ != nullptr) return MakeError(ErrorId::kProtocol, "OpenJob for the second time");
   job_ = std::move(job);
   return absl::OkStatus();
@@ -146,10 +153,11 @@ void Session::LeaveJob(const std::function<void(Job&, std::function<void()>)>& l
 }
 
 void Session::Shutdown() {
+  daemon_ends_.store(true, std::memory_order_release);
   leaving_.store(true, std::memory_order_release);
   loop_->Post([this] {
     if (ending_) return;
-    LeaveJob([](Job& job, std::function<void()> done) { job.Shutdown(std::move(done)); });
+    LeaveJob([](Job& job, std::function<void()> done) { job.EndWithDaemon(std::move(done)); });
   });
 }
 

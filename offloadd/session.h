@@ -70,7 +70,7 @@ class Session {
 
   // The job that it belongs to; null before OpenJob.
   std::shared_ptr<Job> job() const;
-  // OFD-1503 when it belongs to one already, OFD-1802 when it ends. Everybody who asks the job's
+  // OFD-1503 when it belongs to one already, Ended() when it ends. Everybody who asks the job's
   // loop to let a rank in afterwards asks IsLeaving() there first.
   absl::Status JoinJob(std::shared_ptr<Job> job);
   // The job could not be opened.
@@ -82,6 +82,8 @@ class Session {
   void Shutdown();
   // True once the rank is gone, or the daemon shuts down.
   bool IsLeaving() const;
+  // Why it takes no calls then: OFD-1801 of a daemon that ends, OFD-1802 otherwise.
+  absl::Status Ended() const;
 
  private:
   Session(UniqueFd socket, proto::Peer peer, Options options, std::unique_ptr<EventLoop> loop,
@@ -115,6 +117,7 @@ class Session {
   std::atomic<uint64_t> stream_bytes_{0};
   bool ending_ = false;
   std::atomic<bool> leaving_{false};
+  std::atomic<bool> daemon_ends_{false};
   std::thread thread_;
 };
 

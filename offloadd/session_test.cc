@@ -159,7 +159,7 @@ TEST(SessionTest, AnEndingSessionJoinsNoJob) {
   SessionFixture session;
   session.Start();
   session->Shutdown();
-  EXPECT_EQ(ErrorIdOf(session->JoinJob(MakeJob())), ErrorId::kSessionEnded);
+  EXPECT_EQ(ErrorIdOf(session->JoinJob(MakeJob())), ErrorId::kDaemonLost);
   EXPECT_EQ(session->job(), nullptr);
 }
 

@@ -29,9 +29,18 @@ constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
 absl::Status SystemError(std::string_view call, int error_number) {
   const std::string what = absl::StrCat(std::string(call), ": ", ErrnoText(error_number));
-  if (error_number != EFBIG) return MakeError(ErrorId::kSharedMemory, what);
-  return MakeError(ErrorId::kSharedMemory, what,
-                   "Raise the limit of the size of files (ulimit -f): shared memory is one");
+  switch (error_number) {
+    case EFBIG:
+      return MakeError(ErrorId::kSharedMemory, what,
+                       "Raise the limit of the size of files (ulimit -f): shared memory is one");
+    case EPERM:
+    case ENOSYS:
+      return MakeError(ErrorId::kSharedMemory, what,
+                       "Allow it in the container's seccomp profile (docker run --security-opt "
+                       "seccomp=FILE)");
+    default:
+      return MakeError(ErrorId::kSharedMemory, what);
+  }
 }
 
 // Kernels before 6.3 do not know MFD_NOEXEC_SEAL and refuse it.

@@ -56,28 +56,46 @@ uint64_t FreeBytes(int fd) {
 
 absl::Status Allocate(const PoolDirectory& directory, int fd, uint64_t file_bytes) {
   const uint64_t free_bytes = FreeBytes(directory.fd());
-  const auto refuse = [&](const std::string& why) {
-    return MakeError(ErrorId::kPoolFull,
-                     absl::StrCat(directory.PathOf(""), ": the store needs ", file_bytes,
-                                  " bytes, free are ", free_bytes, why));
-  };
-  if (file_bytes > free_bytes) return refuse("");
-  int result;
-  do {
-    result = fallocate(fd, 0, 0, static_cast<off_t>(file_bytes));
-  } while (result != 0 && errno == EINTR);
-  if (result == 0) return absl::OkStatus();
-  if (errno == ENOSPC || errno == EDQUOT) return refuse(absl::StrCat(": ", ErrnoText(errno)));
-  if (errno == EFBIG) {
-    return MakeError(ErrorId::kPoolFull,
-                     absl::StrCat(directory.PathOf(""), ": the store needs a file of ", file_bytes,
-                                  " bytes: ", ErrnoText(errno)),
-                     "Raise the limit of the size of files (ulimit -f), or choose a file system "
-                     "that has larger ones");
+  int error = ENOSPC;
+  if (file_bytes <= free_bytes) {
+    int result;
+    do {
+      result = fallocate(fd, 0, 0, static_cast<off_t>(file_bytes));
+    } while (result != 0 && errno == EINTR);
+    if (result == 0) return absl::OkStatus();
+    error = errno;
   }
-  return MakeError(ErrorId::kPoolNotUsable,
-                   absl::StrCat(directory.PathOf(""), ": fallocate: ", ErrnoText(errno)),
-                   "Choose a file system that can reserve space, such as ext4 or xfs");
+  return AllocationRefused({.what = absl::StrCat(directory.PathOf(""), ": the store"),
+                            .needed = absl::StrCat(file_bytes, " bytes"),
+                            .file_bytes = file_bytes,
+                            .free_bytes = free_bytes},
+                           error);
+}
+
+absl::Status AllocationRefused(const AllocationWish& wish, int error) {
+  const std::string reason = ErrnoText(error);
+  const std::string needs =
+      absl::StrCat(wish.what, " needs ", wish.needed, ", free are ", wish.free_bytes, ": ", reason);
+  switch (error) {
+    case ENOSPC:
+      return MakeError(ErrorId::kPoolFull, needs);
+    case EDQUOT:
+      return MakeError(ErrorId::kPoolFull, needs,
+                       "Raise the quota of this user (quota -s), remove old jobs with offloadctl "
+                       "rm, or choose another drive");
+    case EFBIG:
+      return MakeError(
+          ErrorId::kPoolFull,
+          absl::StrCat(wish.what, " needs a file of ", wish.file_bytes, " bytes: ", reason),
+          "Raise the limit of the size of files (ulimit -f), or choose a file system "
+          "that has larger ones");
+    case EIO:
+    case EROFS:
+      return MakeError(ErrorId::kIo, absl::StrCat(wish.what, ": fallocate: ", reason));
+    default:
+      return MakeError(ErrorId::kPoolNotUsable, absl::StrCat(wish.what, ": fallocate: ", reason),
+                       "Choose a file system that can reserve space, such as ext4 or xfs");
+  }
 }
 
 }  // namespace offload::swap

@@ -61,4 +61,15 @@ uint64_t FreeBytes(int fd);
 // OFD-1202 where space cannot be reserved.
 absl::Status Allocate(const PoolDirectory& directory, int fd, uint64_t file_bytes);
 
+// What the kernel has not reserved, as messages say it.
+struct AllocationWish {
+  std::string what;    // "/nvme0/: the store"
+  std::string needed;  // "4096 bytes"
+  uint64_t file_bytes = 0;
+  uint64_t free_bytes = 0;
+};
+// OFD-1204 where there is no room, or no such long file; OFD-1209 of a drive that fails; OFD-1202
+// where space cannot be reserved.
+absl::Status AllocationRefused(const AllocationWish& wish, int error);
+
 }  // namespace offload::swap

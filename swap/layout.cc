@@ -2,9 +2,10 @@
 
 #include <algorithm>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/run_names.h"
+#include "base/status_macros.h"
 #include "base/string_view.h"
 
 namespace offload::swap {
@@ -77,21 +78,12 @@ unsigned __int128 TensorBytes(const TensorLayout& layout) {
 
 }  // namespace
 
-bool IsValidJobName(std::string_view job) {
-  if (job.empty() || job.size() > Limits::kJobBytesMax || job.front() == '.') return false;
-  return std::all_of(job.begin(), job.end(), [](char c) {
-    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '.' || c == '_' || c == '-' ||
-           c == '#';
-  });
-}
-
 bool IsValidSnapshotName(std::string_view name) {
   return IsValidJobName(name) && name.size() <= kSnapshotNameBytesMax;
 }
 
 absl::Status ValidateSpec(const StoreSpec& spec) {
-  if (!IsValidJobName(spec.job))
-    return MakeError(ErrorId::kBadValue, absl::StrCat("job name '", spec.job, "'"));
+  OFFLOAD_RETURN_IF_ERROR(CheckJobName(spec.job));
   if (spec.extent_elements == 0 || spec.extent_elements % Limits::kExtentElementsUnit != 0 ||
       spec.extent_elements > Limits::kExtentElementsMax) {
     return MakeError(

@@ -25,6 +25,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/run_names.h"
 #include "swap/format.h"
 #include "swap/store.h"
 
@@ -32,7 +33,7 @@ namespace offload::swap {
 
 // What a store accepts. Decoding a file is bounded by the same limits.
 struct Limits {
-  static constexpr size_t kJobBytesMax = 128;
+  static constexpr size_t kJobBytesMax = kJobNameBytesMax;
   static constexpr uint32_t kExtentElementsUnit = 32768;
   static constexpr uint32_t kExtentElementsMax = 1u << 28;
   static constexpr uint32_t kBitsPerElementMax = 64;

@@ -15,10 +15,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "base/error.h"
 #include "base/mapped_region.h"
 #include "base/posix_io.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
 #include "swap/member_files.h"
@@ -176,25 +176,6 @@ absl::Status CheckOnePool(const std::string& pool) {
 
 }  // namespace
 
-absl::StatusOr<std::vector<std::string>> SplitPools(std::string_view pool) {
-  std::vector<std::string> pools = absl::StrSplit(ToAbsl(pool), ',');
-  if (pools.size() == 1) return pools;
-  for (size_t i = 0; i < pools.size(); ++i) {
-    if (pools[i].empty()) {
-      return MakeError(ErrorId::kBadValue,
-                       absl::StrCat("nvme_path \"", ToAbsl(pool),
-                                    "\": there is a comma with no path on one side of it"),
-                       "Leave it out, or give a directory there");
-    }
-    if (std::find(pools.begin(), pools.begin() + i, pools[i]) != pools.begin() + i) {
-      return MakeError(ErrorId::kBadValue,
-                       absl::StrCat("nvme_path \"", ToAbsl(pool), "\" names ", pools[i], " twice"),
-                       "Name each directory once: the state is striped over all of them");
-    }
-  }
-  return pools;
-}
-
 absl::Status CheckPool(const std::string& pool) {
   OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, SplitPools(pool));
   for (const std::string& each : pools) OFFLOAD_RETURN_IF_ERROR(CheckOnePool(each));
@@ -216,8 +197,7 @@ absl::StatusOr<std::vector<StoreSummary>> ListStores(const std::string& pool) {
 }
 
 absl::Status RemoveStore(const std::string& pool, const std::string& job) {
-  if (!IsValidJobName(job))
-    return MakeError(ErrorId::kBadValue, absl::StrCat("job name '", job, "'"));
+  OFFLOAD_RETURN_IF_ERROR(CheckJobName(job));
   OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, SplitPools(pool));
   OFFLOAD_ASSIGN_OR_RETURN(const PoolDirectory directory, PoolDirectory::Open(pools.front()));
   const std::string name = StoreFileName(job);

@@ -21,6 +21,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
 #include "spdlog/spdlog.h"

@@ -12,6 +12,7 @@
 
 #include "base/clock.h"
 #include "base/mapped_region.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "swap/format.h"
 #include "swap/scratch.h"

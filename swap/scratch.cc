@@ -125,18 +125,12 @@ absl::Status Scratch::Impl::Allocate(uint32_t member, uint64_t bytes) {
   const int error = errno;
   // A refused allocation may have taken part of the space.
   [[maybe_unused]] const int truncated = ftruncate(file, static_cast<off_t>(before_bytes));
-  if (error == EFBIG) {
-    return MakeError(
-        ErrorId::kPoolFull,
-        absl::StrCat(members[member].directory.PathOf(""), ": scratch space needs a file of ",
-                     member_bytes, " bytes: ", ErrnoText(error)),
-        "Raise the limit of the size of files (ulimit -f), or choose a file system that has "
-        "larger ones");
-  }
-  return MakeError(ErrorId::kPoolFull,
-                   absl::StrCat(members[member].directory.PathOf(""), ": scratch space needs ",
-                                member_bytes - before_bytes, " bytes more, free are ",
-                                FreeBytes(file), ": ", ErrnoText(error)));
+  return AllocationRefused(
+      {.what = absl::StrCat(members[member].directory.PathOf(""), ": scratch space"),
+       .needed = absl::StrCat(member_bytes - before_bytes, " bytes more"),
+       .file_bytes = member_bytes,
+       .free_bytes = FreeBytes(file)},
+      error);
 }
 
 absl::StatusOr<std::unique_ptr<aio::Device>> Scratch::Impl::OpenMember(const Member& member) const {

@@ -72,7 +72,7 @@ struct TensorSpec {
 };
 
 struct StoreSpec {
-  std::string job;  // also the file name; see IsValidJobName
+  std::string job;  // also the file name; see base/run_names.h
   uint32_t extent_elements =
       0;  // elements of one extent, the same for every plane, a multiple of 32768
   std::vector<TensorSpec> tensors;
@@ -329,18 +329,10 @@ class Store {
 // Starts an operation of the store and polls until it is done.
 absl::Status RunToEnd(Store& store, const std::function<void(Store::Done)>& start);
 
-// As IsValidJobName, and at most kSnapshotNameBytesMax long.
+// As a job (base/run_names.h), and at most kSnapshotNameBytesMax long.
 bool IsValidSnapshotName(std::string_view name);
 // OFD-1216, with what a name may be.
 absl::Status CheckSnapshotName(const std::string& name);
-
-// Letters, digits, '.', '_', '-', '#'; 1 to 128 bytes; not starting with '.'.
-bool IsValidJobName(std::string_view job);
-
-// A pool is a directory; several, separated by commas, hold a store together ("/nvme0,/nvme1"). The
-// first has the store's file, the others have a member of it each. OFD-1002 for an empty or
-// repeated one.
-absl::StatusOr<std::vector<std::string>> SplitPools(std::string_view pool);
 
 // Refuses a pool that cannot hold stores: OFD-1201, 1202, 1203. Probes with a real O_DIRECT write
 // and read of a temporary file. Of several, each.

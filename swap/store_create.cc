@@ -18,6 +18,7 @@
 #include "base/crc32c.h"
 #include "base/error.h"
 #include "base/fault_point.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
 #include "swap/building_file.h"

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "swap/member_files.h"
 
@@ -84,8 +85,7 @@ absl::StatusOr<std::unique_ptr<aio::Device>> OpenStriped(
 
 absl::StatusOr<OpenedFiles> OpenStoreFiles(const std::string& pool, const std::string& job,
                                            const StoreOptions& options, bool counts_as_opening) {
-  if (!IsValidJobName(job))
-    return MakeError(ErrorId::kBadValue, absl::StrCat("job name '", job, "'"));
+  OFFLOAD_RETURN_IF_ERROR(CheckJobName(job));
   OFFLOAD_RETURN_IF_ERROR(CheckPool(pool));
   OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, SplitPools(pool));
   OpenedFiles opened;
@@ -122,8 +122,7 @@ absl::StatusOr<OpenedFiles> OpenStoreFiles(const std::string& pool, const std::s
 
 absl::StatusOr<OpenedFiles> OpenStoreFileToRead(const std::string& pool, const std::string& job,
                                                 const StoreOptions& options) {
-  if (!IsValidJobName(job))
-    return MakeError(ErrorId::kBadValue, absl::StrCat("job name '", job, "'"));
+  OFFLOAD_RETURN_IF_ERROR(CheckJobName(job));
   OFFLOAD_RETURN_IF_ERROR(CheckPool(pool));
   OpenedFiles opened;
   OFFLOAD_ASSIGN_OR_RETURN(opened.directory, PoolDirectory::Open(pool));

@@ -83,17 +83,23 @@ class BadInputTest(unittest.TestCase):
         self.refused(self.offloaded(pool="/dev/shm"), "OFD-1203", "tmpfs")
 
     def test_pool_on_a_drive_that_is_too_small(self):
+        self.refused_on("ext4", 24 << 20, "OFD-1204")
+
+    def test_file_system_that_cannot_reserve_space(self):
+        self.refused_on("ext2", 400 << 20, "OFD-1202", "EOPNOTSUPP", "ext4 or xfs")
+
+    def refused_on(self, file_system, image_bytes, *words):
         if os.geteuid() != 0:
             self.skipTest("needs root for a loop mount")
         image, mount = os.path.join(self.pool, "image"), os.path.join(self.pool, "mount")
         os.mkdir(mount)
         with open(image, "wb") as file:
-            file.truncate(24 << 20)
-        if subprocess.run(["mkfs.ext4", "-q", "-F", image], check=False).returncode != 0 or subprocess.run(
+            file.truncate(image_bytes)
+        if subprocess.run([f"mkfs.{file_system}", "-q", "-F", image], check=False).returncode != 0 or subprocess.run(
                 ["mount", "-o", "loop", image, mount], capture_output=True, check=False).returncode != 0:
             self.skipTest("no loop mount here")
         try:
-            self.refused(self.offloaded(pool=mount), "OFD-1204")
+            self.refused(self.offloaded(pool=mount), *words)
             self.assertEqual([name for name in os.listdir(mount) if name != "lost+found"], [])
         finally:
             subprocess.run(["umount", mount], check=True)
@@ -118,6 +124,10 @@ class BadInputTest(unittest.TestCase):
         for limit in (6, 12, 18):
             set_limit(limit)
             self.refused(self.offloaded(), "OFD-1501", "--pids-limit", launcher=enter)
+        for limit in range(20, 36, 2):  # some of these begin, and lack a thread later
+            set_limit(limit)
+            run = self.run_trainer(self.offloaded("--job", f"job{limit}"), launcher=enter)
+            self.assertTrue(run.code == 0 or "--pids-limit" in run.stderr, run.stderr)
 
     def control_group(self, kinds, limit):
         """A control group with a limit: what sets another one, and what starts programs in it."""
@@ -190,6 +200,7 @@ class BadInputTest(unittest.TestCase):
 
     def test_torch_without_avx2_would_have_other_bits(self):
         self.refused(self.offloaded(), "OFD-1604", "ATEN_CPU_CAPABILITY", environment={"ATEN_CPU_CAPABILITY": "default"})
+        self.assertEqual(os.listdir(self.pool), [])  # before there is a job
 
     def test_no_place_for_the_socket_names_the_variable_for_another_one(self):
         launcher = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /tmp && exec "$@"', "enter"]

@@ -131,6 +131,7 @@ class NodeDaemonTest(unittest.TestCase):
         self.read_steps(run, 3)
         self.daemon.send_signal(signal.SIGTERM)
         run.wait()
+        self.assertIn("OFD-1801", run.stderr.splitlines()[-1])
         self.assertEqual(self.daemon.wait(), 0)
         self.assertFalse(os.path.exists(self.socket))
         self.start_daemon()

@@ -634,6 +634,26 @@ TEST_F(SpineTest, TerminatedDaemonCommitsWhatWasRecorded) {
   job.Close();
 }
 
+// Whichever call it is that meets the end, and whether the daemon still answers it or has gone.
+TEST_F(SpineTest, WhoAsksATerminatedDaemonIsToldThatItEnds) {
+  for (int round = 0; round < 10; ++round) {
+    Job job(pool_, absl::StrCat("job", round), {.dtype = Dtype::kFloat32});
+    ASSERT_NO_FATAL_FAILURE(job.Open());
+    job.Step();
+    ASSERT_EQ(kill(job.session().daemon_pid(), SIGTERM), 0);
+    absl::Status status;
+    for (uint32_t i = 0; status.ok(); ++i) {
+      const auto tensor = static_cast<uint32_t>(i % job.catalogue().tensors.size());
+      status = job.session().Acquire(tensor).status();
+      if (status.ok()) job.session().Release(tensor);
+      if (status.ok()) status = job.session().WaitDurable().status();
+    }
+    EXPECT_EQ(ErrorIdOf(status), ErrorId::kDaemonLost) << status;
+    EXPECT_EQ(ErrorIdOf(job.session().WaitDurable().status()), ErrorId::kDaemonLost);
+    job.Leave();
+  }
+}
+
 TEST_F(SpineTest, PutBetweenStepsReplacesTheMasterAndKeepsTheMoments) {
   for (const uint32_t state_resident : {0u, 9u}) {
     SCOPED_TRACE(state_resident);

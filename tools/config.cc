@@ -202,8 +202,10 @@ class ConfigCommand : public Command {
 
   static const char* TypeName(config::KeyType type) {
     switch (type) {
-      case config::KeyType::kText:
-        return "text";
+      case config::KeyType::kJob:
+        return "name";
+      case config::KeyType::kDevice:
+        return "device";
       case config::KeyType::kSize:
         return "size";
       case config::KeyType::kCount:

@@ -48,7 +48,7 @@ class DocumentsTest(unittest.TestCase):
         code = read("base/environment.cc").split("// Of tests and tools.")[0]
         table = read("docs/operate.md").split("\n## Environment\n")[1].split("\n## ")[0]
         rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-        read_ones, told = (sorted(re.findall(r"OFFLOADD_[A-Z_]+", text)) for text in (code, " ".join(rows)))
+        read_ones, told = (sorted(re.findall(r"OFFLOAD(?:D|CTL)_[A-Z_]+", text)) for text in (code, " ".join(rows)))
         self.assertGreater(len(read_ones), 20)
         self.assertEqual(read_ones, told)
 

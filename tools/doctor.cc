@@ -5,6 +5,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/sysinfo.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
@@ -68,16 +69,9 @@ std::string ReadFile(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// "MemTotal: 123 kB" of /proc/meminfo, in bytes; 0 when it is not there.
-uint64_t MemoryInfo(const std::string& key) {
-  std::istringstream lines(ReadFile("/proc/meminfo"));
-  for (std::string name; lines >> name;) {
-    uint64_t value_kib = 0;
-    if (lines >> value_kib; name == key + ":") return value_kib * 1024;
-    std::string rest;
-    std::getline(lines, rest);
-  }
-  return 0;
+uint64_t MachineMemoryBytes() {
+  struct sysinfo info = {};
+  return ::sysinfo(&info) == 0 ? uint64_t{info.totalram} * info.mem_unit : 0;
 }
 
 Check MemlockCheck(const aio::Capabilities& capabilities) {
@@ -111,7 +105,7 @@ Check MemoryCheck() {
   Check check = {"Memory", "available"};
   const std::optional<proto::AvailableMemory> available = proto::FindAvailableMemory();
   check.detail = absl::StrCat(available.has_value() ? available->Describe() : "unknown", " of ",
-                              FormatBytes(MemoryInfo("MemTotal")));
+                              FormatBytes(MachineMemoryBytes()));
   return check;
 }
 
@@ -148,7 +142,7 @@ Check SharedMemoryCheck() {
   check.detail = unlimited ? "can be made and sealed, no size limit"
                            : absl::StrCat("can be made and sealed, at most ",
                                           FormatBytes(limit.rlim_cur), " (file size limit)");
-  if (!unlimited && limit.rlim_cur < MemoryInfo("MemTotal")) {
+  if (!unlimited && limit.rlim_cur < MachineMemoryBytes()) {
     check.grade = Grade::kWarn;
     check.fix = "ulimit -f unlimited";
   }

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "swap/store.h"
 #include "tools/command.h"
@@ -79,10 +80,7 @@ class ImportCommand : public Command {
  private:
   // What --yes would find.
   absl::Status CheckIsNew(const std::string& pool) const {
-    if (!swap::IsValidJobName(new_job_)) {
-      return MakeError(ErrorId::kBadValue, absl::StrCat("job name '", new_job_, "'"),
-                       "Use letters, digits and . _ - #, at most 128, not beginning with a dot");
-    }
+    OFFLOAD_RETURN_IF_ERROR(CheckJobName(new_job_));
     const absl::StatusOr<swap::StoreSummary> store = FindJob(pool, new_job_);
     if (!store.ok()) return absl::OkStatus();
     return MakeError(ErrorId::kStoreLocked,

@@ -19,6 +19,7 @@
 #include "base/durability.h"
 #include "base/error.h"
 #include "base/parse_averaging.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "client/rank_environment.h"
 #include "proto/depths.h"
@@ -73,7 +74,7 @@ absl::StatusOr<std::optional<Drive>> FindDrive(const Flags& flags) {
   }
   if (flags.pool.empty()) return std::optional<Drive>();
   // Several pools work side by side: their rates add up, unless they share a drive.
-  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(flags.pool));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, SplitPools(flags.pool));
   Drive drive{0, 0, 0, pools.size() > 1 ? "measured one by one, added" : "measured"};
   for (const std::string& pool : pools) {
     OFFLOAD_ASSIGN_OR_RETURN(
@@ -328,7 +329,7 @@ class PlanCommand : public Command {
     report.pool = flags_.pool;
     if (!flags_.pool.empty()) {
       OFFLOAD_RETURN_IF_ERROR(swap::CheckPool(flags_.pool));
-      OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(flags_.pool));
+      OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, SplitPools(flags_.pool));
       for (const std::string& pool : pools) {
         struct statvfs space = {};
         if (statvfs(pool.c_str(), &space) == 0)

@@ -99,6 +99,21 @@ const LoadedLibrary* FindLibrary(const std::vector<LoadedLibrary>& libraries,
   return nullptr;
 }
 
+// Programs that start the ranks, and are no trainers themselves.
+absl::Status CheckIsNoLauncher(const std::string& program) {
+  static constexpr std::string_view kPythons[] = {"torchrun", "accelerate", "deepspeed"};
+  static constexpr std::string_view kOthers[] = {"mpirun",  "mpiexec", "mpiexec.hydra",
+                                                 "orterun", "prterun", "srun"};
+  const std::string name = BaseName(program);
+  const std::string starts = absl::StrCat(name, " starts ranks, and offloadctl run serves one");
+  if (std::ranges::find(kPythons, name) != std::end(kPythons))
+    return NotServed(starts, "Use torchrun -m offloadd script.py (docs/python_reference.md)");
+  if (std::ranges::find(kOthers, name) != std::end(kOthers))
+    return NotServed(starts, absl::StrCat("Attach the model in the program (docs/ranks.md), which ",
+                                          name, " then starts without offloadctl run"));
+  return absl::OkStatus();
+}
+
 absl::Status CheckKind(const std::string& program, const ProgramKind& kind) {
   if (kind.kind == ProgramKind::kScript) {
     const bool is_python = absl::StrContains(kind.interpreter, "python");
@@ -228,6 +243,7 @@ std::string TorchRelease(const std::string& library) {
 }
 
 absl::Status CheckPreloadable(const std::string& program, const std::string& offload_library) {
+  OFFLOAD_RETURN_IF_ERROR(CheckIsNoLauncher(program));
   OFFLOAD_ASSIGN_OR_RETURN(const ProgramKind kind, KindOf(program));
   OFFLOAD_RETURN_IF_ERROR(CheckKind(program, kind));
   const std::vector<LoadedLibrary> libraries =

@@ -90,5 +90,16 @@ TEST_F(ProgramTest, TheReleaseOfLibtorchIsWhatItsFilesSay) {
   EXPECT_EQ(TorchRelease(folder_ / "missing.so"), "");
 }
 
+TEST_F(ProgramTest, ALauncherOfRanksLeadsToWhatServesThem) {
+  const auto refusal = [&](const char* name) {
+    const absl::Status status = CheckPreloadable(Write(name, "#!/usr/bin/python3\n"), "");
+    EXPECT_EQ(ErrorIdOf(status), ErrorId::kUnsupportedModel) << status;
+    return std::string(status.message());
+  };
+  EXPECT_NE(refusal("bin/torchrun").find("Use torchrun -m offloadd"), std::string::npos);
+  EXPECT_NE(refusal("bin/mpirun").find("docs/ranks.md"), std::string::npos);
+  EXPECT_EQ(refusal("bin/train.py").find("starts ranks"), std::string::npos);
+}
+
 }  // namespace
 }  // namespace offload::tools

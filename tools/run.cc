@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "client/rank_environment.h"
 #include "swap/store.h"
@@ -101,7 +102,8 @@ class RunCommand : public Command {
     return MakeError(ErrorId::kBadValue,
                      absl::StrCat(world.launcher, " starts ", world.world_size,
                                   " ranks, offloadctl run serves one process"),
-                     "Attach the model in the program (docs/ranks.md)");
+                     absl::StrCat("Attach the model in the program (docs/ranks.md), which ",
+                                  world.launcher, " then starts without offloadctl run"));
   }
 
   // A second run into a job is never by accident.
@@ -141,7 +143,7 @@ class RunCommand : public Command {
 
   std::string AbsolutePools() const {
     std::string pools;
-    for (const std::string& each : swap::SplitPools(pool_).value_or(std::vector<std::string>()))
+    for (const std::string& each : SplitPools(pool_).value_or(std::vector<std::string>()))
       absl::StrAppend(&pools, pools.empty() ? "" : ",", std::filesystem::absolute(each).string());
     return pools;
   }

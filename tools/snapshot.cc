@@ -14,6 +14,7 @@
 #include "absl/time/time.h"
 #include "base/byte_size.h"
 #include "base/error.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "swap/fork.h"
 #include "swap/store.h"
@@ -31,7 +32,7 @@ std::string TimeText(int64_t unix_seconds) {
 
 uint64_t FreeBytes(const std::string& pool) {
   uint64_t free_bytes = 0;
-  for (const std::string& each : swap::SplitPools(pool).value_or(std::vector<std::string>())) {
+  for (const std::string& each : SplitPools(pool).value_or(std::vector<std::string>())) {
     std::error_code error;
     const std::filesystem::space_info space = std::filesystem::space(each, error);
     if (!error) free_bytes += space.available;

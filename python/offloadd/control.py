@@ -10,10 +10,11 @@ from .library import PATH
 
 
 def program():
-    for path in (os.environ.get("OFFLOADCTL_BINARY", ""), os.path.join(os.path.dirname(PATH), "offloadctl")):
-        if path and os.path.exists(path):
-            return path
-    found = shutil.which("offloadctl")
+    chosen = os.environ.get("OFFLOADCTL_BINARY", "")
+    if chosen and not os.path.exists(chosen):
+        raise Error.of(1501, f"OFFLOADCTL_BINARY names {chosen}, which is not there", "Correct it, or leave it out")
+    beside = os.path.join(os.path.dirname(PATH), "offloadctl")
+    found = chosen or (beside if os.path.exists(beside) else shutil.which("offloadctl"))
     if found is None:
         raise Error.of(1501, "the program offloadctl was not found beside the library or on PATH", "Install it, or set OFFLOADCTL_BINARY")
     return found

@@ -157,6 +157,9 @@ class Handle(Grows, jobs.OfProcess):
                  for optimizer, recipe in zip(self.optimizers, recipes)]
         self._kinds, self._described_kinds = Kinds(parts), (None, b"")
         parts = [part if part.is_foreign else self._brought_here_before(part) for part in parts]
+        is_of_host = destination is None and any(parameter.device.type == "cpu" for _, parameter in named)
+        if is_of_host and not all(part.is_foreign for part in parts):
+            Engine.check_instructions()
         for part in parts:
             if not part.is_foreign:
                 part.check_named_once()

@@ -20,7 +20,7 @@ import offloadd
 from battery import Transformer, case, main, muon_beside_adamw, states_of
 from offloadd import control
 from offloadd.recipes import parameters_of
-from programs import Programs
+from programs import Programs, run_fresh
 
 FP32 = {"types": ("fp32",)}
 REFUSED = {"types": ("fp32",), "memory": ("floor",), "refused": 1604}
@@ -757,6 +757,36 @@ def killed_with_sparse_buffers_that_grow(run):
             process.communicate()
             assert process.returncode == -signal.SIGKILL, process.returncode
     return json.loads(programs.start("-c", SPARSE, run.folder if run.offloaded else "", "-1").communicate()[0].splitlines()[-1])
+
+
+PLAIN = """
+import sys, torch, offloadd
+folder, kind = sys.argv[1:]
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+optimizer = getattr(torch.optim, kind)(model.parameters(), 1e-2)
+if folder:
+    handle = offloadd.attach(model, optimizer, nvme_path=folder, ram="128MiB", job=kind)
+for _ in range(3):
+    model(torch.ones(4, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+with torch.no_grad():
+    print(*(p.double().sum().item().hex() for p in model.parameters()))
+"""
+
+
+@case(types=("fp32",), memory=("floor",))
+def where_torch_computes_without_avx2(run):
+    def told(kind):
+        folder = run.folder if run.offloaded else ""
+        return run_fresh("-c", PLAIN, folder, kind, ATEN_CPU_CAPABILITY="default")
+
+    if run.offloaded:
+        assert "OFD-1604 torch computes without AVX2" in told("AdamW").stderr  # and with it the daemon
+        assert os.listdir(run.folder) == [], "there is no job yet"
+    assert (done := told("NAdam")).returncode == 0, done.stderr
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -73,6 +73,19 @@ class Program:
             return said, self._errors.read()
 
 
+def write_script(folder, text):
+    """Its path."""
+    path = os.path.join(folder, "script.py")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+    return path
+
+
+def run_fresh(*arguments, **environment):
+    """An interpreter that has imported nothing."""
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env={**os.environ, **environment})
+
+
 class Programs:
     """Made before anything has been computed: a fork has one thread. `prepare` imports what the test has not, where the programs are forked
     and when the first is asked for."""
@@ -96,9 +109,7 @@ class Programs:
 
     def start_script(self, folder, text, *arguments, launcher=()):
         """`python LAUNCHER script.py ARGUMENTS` of a script in the folder; TESTS says where those are."""
-        path = os.path.join(folder, "script.py")
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+        path = write_script(folder, text)
         tests = os.path.dirname(os.path.abspath(__file__))
         return self.start(*launcher, path, *arguments, is_loud="--loud" in sys.argv, TESTS=tests, OMP_NUM_THREADS="1")
 

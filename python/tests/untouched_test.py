@@ -8,22 +8,15 @@ import sys
 import tempfile
 
 from battery import case, main
-from programs import Programs
+from programs import Programs, run_fresh, write_script
 
 ONE = {"types": ("fp32",), "memory": ("floor",)}
 
 
-def run_fresh(*arguments, **environment):
-    """An interpreter that has imported nothing."""
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env={**os.environ, **environment})
-
-
 def run_script(run, text, *arguments, how=None):
     """(What its last line says, its messages)."""
-    with open(path := os.path.join(run.folder, "script.py"), "w", encoding="utf-8") as file:
-        file.write(text)
     launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
-    done = (how or programs.run)(*launcher, path, *arguments, OMP_NUM_THREADS="1")
+    done = (how or programs.run)(*launcher, write_script(run.folder, text), *arguments, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 

@@ -20,6 +20,7 @@
 #include "zero3/torch/devices.h"
 #include "zero3/torch/residency.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/torch/values_in_order.h"
 #include "zero3/torch/weight_residency.h"
 
 namespace offload::zero3 {
@@ -35,14 +36,6 @@ struct Header {
 };
 
 uint64_t SizeBytes(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size(); }
-
-at::Tensor InOrder(const at::Tensor& tensor) {
-  const at::NoGradGuard no_grad;
-  // One that was constructed outside memory has no bytes to point to.
-  if (Residency::Of(tensor) != nullptr) return tensor.detach().clone(at::MemoryFormat::Contiguous);
-  // The bytes of a conjugated or negated view are not its values.
-  return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu();
-}
 
 void Append(std::string& to, const void* bytes, size_t size_bytes) {
   to.append(static_cast<const char*>(bytes), size_bytes);
@@ -80,7 +73,7 @@ bool MayTakeSize(const at::Tensor& tensor, const std::vector<int64_t>& sizes, ui
 void Assign(const at::Tensor& tensor, std::string_view bytes) {
   if (tensor.numel() == 0) return;
   const at::NoGradGuard no_grad;
-  const at::Tensor present = InOrder(tensor);
+  const at::Tensor present = ValuesInOrder(tensor);
   if (std::memcmp(present.const_data_ptr(), bytes.data(), SizeBytes(tensor)) == 0) return;
   at::Tensor value = at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()));
   std::memcpy(value.mutable_data_ptr(), bytes.data(), SizeBytes(tensor));
@@ -273,7 +266,7 @@ class BytesOnHost {
     const uint64_t size_bytes = SizeBytes(tensor);
     if (size_bytes == 0) return {};
     if (!IsCopiedWithOthers(tensor)) {
-      alone_ = InOrder(tensor);
+      alone_ = ValuesInOrder(tensor);
       return {static_cast<const char*>(alone_.const_data_ptr()), size_bytes};
     }
     Device& device = devices_[tensor.device()];
@@ -374,7 +367,7 @@ void Buffers::CheckFits(const Large& large) {
 at::Tensor Buffers::InOrder(const Large& large) {
   if (!large.tensor.defined()) return {};
   CheckFits(large);
-  return zero3::InOrder(large.tensor);
+  return ValuesInOrder(large.tensor);
 }
 
 uint32_t Buffers::CrcOf(const at::Tensor& in_order) {

@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/run_names.h"
 #include "zero3/torch/devices.h"
 #include "zero3/torch/residency.h"
 #include "zero3/torch/storage_swap.h"
@@ -25,9 +26,11 @@ c10::Device Parse(const std::string& text) {
   try {
     return c10::Device(text);
   } catch (const c10::Error&) {
+    const std::optional<NameComplaint> complaint = ComplainOfDevice(text);
     ThrowStatus(MakeError(ErrorId::kBadValue,
-                          absl::StrCat("device is '", text, "', which is no device of torch"),
-                          "Write one such as cuda:0, or leave it out"));
+                          absl::StrCat("device is '", text, "', which ",
+                                       complaint.has_value() ? complaint->what : "torch refuses"),
+                          complaint.has_value() ? complaint->fix : "Name another, or none"));
   }
 }
 

@@ -27,6 +27,7 @@
 #include "zero3/torch/process_memory.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/torch/torch_instructions.h"
 #include "zero3/trainer_marks.h"
 
 namespace offload::zero3 {
@@ -573,10 +574,18 @@ static void CheckIsOfOneKind(std::string_view trainer_state) {
                         "SetInitialWeights)"));
 }
 
+static bool IsOfHost(const ParameterGroups& groups) {
+  return std::any_of(groups.begin(), groups.end(), [](const auto& group) {
+    return std::any_of(group.params().begin(), group.params().end(),
+                       [](const at::Tensor& tensor) { return tensor.is_cpu(); });
+  });
+}
+
 std::unique_ptr<torch::optim::Optimizer> ModuleEngine::MakeOptimizer(torch::nn::Module& module,
                                                                      ParameterGroups groups,
                                                                      NamedOptimizer&& optimizer) {
   if (auto own = MakeSparselyKept(*this, module, groups, optimizer)) return own;
+  if (!tensors_->destination().has_value() && IsOfHost(groups)) CheckInstructions();
   const AttachTurn turn = TakeAttachTurn();
   if (begun_at_ > 0) CheckIsOfOneKind(tensors_->trainer_state());
   groups = modules_->LeaveToOthers(module, std::move(groups));

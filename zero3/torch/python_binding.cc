@@ -29,6 +29,7 @@
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_hook.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/torch/torch_instructions.h"
 #include "zero3/torch/weight_residency.h"
 #include "zero3/torch/weights_io.h"
 
@@ -361,6 +362,7 @@ TORCH_LIBRARY(offloadd, m) {
   m.class_<PythonEngine>("Engine")
       .def(torch::init<const Strings&>())
       .def_static("check", [](const Strings& options) { CheckOptions(OptionsOf(options)); })
+      .def_static("check_instructions", [] { CheckInstructions(); })
       .def("attach", &PythonEngine::Attach)
       .def("grow", &PythonEngine::Grow)
       .def("seal", [](const Pointer& self) { self->tensors().Seal(); })

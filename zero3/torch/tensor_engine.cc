@@ -3,7 +3,6 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
-#include <ATen/Version.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/CPUAllocator.h>
 #include <spdlog/sinks/stdout_sinks.h>
@@ -45,6 +44,7 @@
 #include "zero3/torch/square_roots.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/torch/torch_instructions.h"
 #include "zero3/torch/update_counts.h"
 
 namespace offload::zero3 {
@@ -67,17 +67,6 @@ void CheckArithmetic() {
                 "this thread takes denormal numbers for 0 (setFlushDenormal), with which an "
                 "update in it has other bits than in the daemon",
                 "Call at::globalContext().setFlushDenormal(false) before the step"));
-}
-
-// Throws OFD-1604 where torch computes without AVX2. Its kernels for that round products and sums
-// one by one, while the daemon's updates have the bits of those that fuse them.
-void CheckInstructions() {
-  if (at::get_cpu_capability() != "DEFAULT") return;
-  ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
-                        "torch computes without AVX2 here (ATEN_CPU_CAPABILITY, or what it reads "
-                        "of the processor), with which an update has other bits than in the daemon",
-                        "Leave ATEN_CPU_CAPABILITY out, and see that /proc is mounted; a processor "
-                        "without AVX2 is not served"));
 }
 
 }  // namespace
@@ -287,7 +276,10 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   CheckWhole();
   if (const DeviceTier* const tier = Tier()) tier->CheckWhole();
   CheckArithmetic();
-  if (attachment_->device() == nullptr) CheckInstructions();
+  // A step of nothing commits what was computed in this process.
+  const bool updates_any = std::ranges::any_of(
+      updates, [](const GroupUpdate& update) { return !update.tensors.empty(); });
+  if (updates_any && attachment_->device() == nullptr) CheckInstructions();
   CheckGiven(/*writes=*/true);
   CheckGradientsOfWeights(updates);
   StayInFront();

@@ -11,6 +11,7 @@
 #include <numeric>
 #include <span>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <unordered_set>
 #include <utility>
@@ -702,7 +703,11 @@ static bool HasFreeCore() {
   // computed with another one: asked on the trainer's thread, it would change the bits of its
   // first.
   size_t computing = 0;
-  std::thread([&] { computing = static_cast<size_t>(at::get_num_threads()); }).join();
+  try {
+    std::thread([&] { computing = static_cast<size_t>(at::get_num_threads()); }).join();
+  } catch (const std::system_error&) {
+    return false;  // no further thread may be made
+  }
   return computing < client::OwnProcessors().size();
 }
 

@@ -18,6 +18,7 @@
 #include "zero3/dimension_order.h"
 #include "zero3/torch/residency.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/torch/values_in_order.h"
 
 namespace offload {
 namespace zero3 {
@@ -213,9 +214,7 @@ absl::Status WeightFile::ReadBuffer(const FileWeight& buffer) {
 }
 
 absl::Status AppendBuffer(const FileWeight& buffer, HfCheckpointWriter& writer) {
-  const at::NoGradGuard no_grad;
-  // The bytes of a conjugated or negated view are not its values.
-  const at::Tensor bytes = buffer.tensor.detach().resolve_conj().resolve_neg().contiguous().cpu();
+  const at::Tensor bytes = ValuesInOrder(buffer.tensor);
   return writer.Append(buffer.name, std::span(static_cast<const std::byte*>(bytes.const_data_ptr()),
                                               bytes.numel() * bytes.element_size()));
 }
