@@ -1048,6 +1048,37 @@ print(json.dumps([loss.item(), scheduler.get_last_lr(), [p.tolist() for p in mod
 """
 
 
+# What forward passes leave in buffers, and an average of the weights.
+NORMED = """
+import json, os, sys, torch, offloadd
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+folder, ram = sys.argv[1:]
+def make():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), spectral_norm(nn.Conv2d(8, 8, 3)), nn.BatchNorm2d(8), nn.Flatten(),
+                         spectral_norm(nn.Linear(8 * 12 * 12, 10)))
+def images(step):
+    return torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(step))
+def evaluate(model):
+    with torch.no_grad():
+        return [model.eval()(images(1000 + i)).tolist() for i in range(3)]
+torch.manual_seed(1)
+model = make()
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+handle = offloadd.attach(model, optimizer, nvme_path=folder, ram=ram, job="normed", average="ema:0.9")
+for step in range(handle.step, 60):
+    model(images(step)).logsumexp(1).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(step, flush=True)
+handle.save_weights(os.path.join(folder, "averages"), plane="average")
+averaged = make()
+averaged.load_state_dict(load_file(os.path.join(folder, "averages", "model.safetensors")))
+print(json.dumps([evaluate(model), evaluate(averaged)]))
+"""
+
+
 @case(types=("fp32",), memory=("floor",))
 def untouched_script(run):
     launcher = ("-m", "offloadd", "--pool", os.path.relpath(run.folder), "--ram", "128MiB") if run.offloaded else ()
@@ -1340,6 +1371,21 @@ def killed_with_an_optimizer_of_ones_own(run):
     for kill_at in ("3", "8") if run.offloaded else ():
         kill(programs.start_script(run.folder, KILLED, run.folder, "256MiB", "own"), kill_at)
     return json.loads(programs.start_script(run.folder, KILLED, run.folder, "256MiB" if run.offloaded else "", "own").communicate()[0].splitlines()[-1])
+
+
+@case(types=("fp32",), memory=("floor",))
+def killed_with_norms_and_an_average(run):
+    """Batch norm, spectral norm, and an average that the daemon keeps: evaluations are those of a run that nobody has killed."""
+    for first in (0, 12, 24, 36) if run.offloaded else ():
+        kill(programs.start_script(run.folder, NORMED, run.folder, "64MiB"), str(random.randrange(first, first + 12)))
+    if not run.offloaded:
+        os.environ["OFFLOADD_DISABLE"] = "1"
+    try:
+        text, errors = programs.start_script(run.folder, NORMED, run.folder, "64MiB").communicate()
+    finally:
+        os.environ.pop("OFFLOADD_DISABLE", None)
+    assert text, errors
+    return json.loads(text.splitlines()[-1])
 
 
 def killed_under_accelerate(kind):
