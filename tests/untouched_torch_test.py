@@ -287,10 +287,25 @@ class UntouchedTest(unittest.TestCase):
     def test_models_that_cannot_be_attached_are_refused(self):
         self.check_refused(self.oddity("complex_weights"), "OFD-1601 ")
 
+    def check_first_pass_of_a_run_that_goes_on(self, name):
+        self.check_oddity(name)
+        resumed = self.oddity(name, options=["--resume"])
+        self.assertEqual(resumed.code, 0, resumed.error)
+        plain = call(TRAINERS["oddities"], "4,4", self.file("plain"), name)
+        self.assertEqual(resumed.steps(), plain.steps()[4:])
+
     def test_a_function_of_the_programs_own_is_all_of_the_model(self):
-        self.check_oddity("own_function")
-        # Its first gradients are of other weights than the job's.
-        self.check_refused(self.oddity("own_function", options=["--resume"]), "OFD-1601 parameters have gradients before a forward pass over them was seen")
+        self.check_first_pass_of_a_run_that_goes_on("own_function")
+
+    def test_a_function_of_the_programs_own_computes_its_pieces_anew(self):
+        self.check_first_pass_of_a_run_that_goes_on("pieces_computed_anew")
+
+    def test_a_pass_begins_with_rows_that_are_shortened_without_gradients(self):
+        self.check_first_pass_of_a_run_that_goes_on("embedding_of_largest_norm")
+
+    def test_gradients_of_other_weights_than_the_jobs_are_refused(self):
+        self.check_oddity("assigned_gradients")
+        self.check_refused(self.oddity("assigned_gradients", options=["--resume"]), "OFD-1601 parameters have gradients before a forward pass over them was seen")
 
     def test_threads_train_a_model_each(self):
         self.assertEqual(len(self.check_oddity("threads", steps=0).evaluations()), 2)
