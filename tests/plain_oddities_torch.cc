@@ -554,6 +554,25 @@ void EmbeddingOfLargestNorm(const Arguments& arguments) {
   }
 }
 
+// Each step begins with an edit, the way of NAME: of the weight itself, or of what data() gives.
+void EditedFirst(const Arguments& arguments) {
+  Linear model(64, 64);
+  SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2));
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    if (arguments.weights == "masked_first") {
+      const torch::NoGradGuard no_grad;
+      model->weight.mul_(0.9);
+    } else {
+      model->weight.data().clamp_(-0.1, 0.1);
+    }
+    optimizer.zero_grad();
+    const Tensor loss = Loss(model, step);
+    loss.backward();
+    optimizer.step();
+    PrintStep(step, loss);
+  }
+}
+
 // Gradients that no backward pass has made.
 void AssignedGradients(const Arguments& arguments) {
   Linear model(64, 64);
@@ -716,6 +735,8 @@ int main(int argc, char** argv) {
       {"complex_weights", ComplexWeights},
       {"own_function", OwnFunction},
       {"assigned_gradients", AssignedGradients},
+      {"masked_first", EditedFirst},
+      {"limited_first", EditedFirst},
       {"embedding_of_largest_norm", EmbeddingOfLargestNorm},
       {"pieces_computed_anew", PiecesComputedAnew},
       {"environment", Environment},

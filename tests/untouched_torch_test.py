@@ -284,6 +284,18 @@ class UntouchedTest(unittest.TestCase):
         self.assertEqual((resumed.code, len(resumed.steps())), (0, 4), resumed.error)
         self.assertEqual(resumed.error.count(text), 1, resumed.error)
 
+    def test_weights_that_a_resumed_run_has_edited_before_the_attach_are_told(self):
+        text = "weights were read or changed without gradients before the job's took their place"
+        for name in ("masked_first", "limited_first"):
+            self.assertNotIn(text, self.check_oddity(name).error)
+            self.assertEqual(self.oddity(name, options=["--resume"]).error.count(text), 1, name)
+            shutil.rmtree(self.pool)
+            os.mkdir(self.pool)
+
+    def test_nothing_is_said_of_weights_where_a_pass_begins_with_gradients(self):
+        self.check_oddity("own_function")
+        self.assertNotIn("weights were read or changed", self.oddity("own_function", options=["--resume"]).error)
+
     def test_models_that_cannot_be_attached_are_refused(self):
         self.check_refused(self.oddity("complex_weights"), "OFD-1601 ")
 

@@ -143,7 +143,8 @@ class Watch {
   std::atomic<State> state_ = State::kWatching;
   at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;  // sees operators, until a step
   Registered registered_;
-  bool has_looked_ = false;     // an operator without gradients has read registered tensors
+  std::atomic<bool> has_looked_ =
+      false;                    // an operator without gradients has, at registered tensors
   size_t foreign_count_ = 0;    // tensors of optimizers that no module has registered
   std::list<Seen> optimizers_;  // in the order in which they were made
   std::optional<uint64_t> born_above_bytes_;
