@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,6 +20,7 @@ void WriteReport(int report, int32_t number) {
 }
 
 [[noreturn]] void ReportEnd(pid_t child, int report) {
+  ::prctl(PR_SET_NAME, "offloadd-waits");  // for who lists processes
   sigset_t all;
   ::sigfillset(&all);
   ::sigprocmask(SIG_BLOCK, &all, nullptr);

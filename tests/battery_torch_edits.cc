@@ -719,6 +719,31 @@ Programs Edits() {
          Train(run, model, *optimizer, 2, 3);
          run.See(*model);
        }},
+      {"pointers_taken_before_attaching",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         // As a raw pointer is used: outside of the weight's own tensor.
+         const auto over = [](const Tensor& weight) {
+           return at::from_blob(weight.data_ptr(), weight.sizes(), weight.options());
+         };
+         const Tensor first = over(LinearAt(model, 0).weight.detach());
+         std::stringstream file;
+         torch::save(LinearAt(model, 2).weight.detach() * 0.5, file);
+         torch::serialize::InputArchive archive;
+         archive.load_from(file);
+         archive.read("0", LinearAt(model, 2).weight);
+         const Tensor read = over(LinearAt(model, 2).weight.detach());
+         auto engine = run.Open();
+         auto optimizer = engine->SGD(*model, optim::SGDOptions(0.1).momentum(0.9));
+         for (uint64_t batch = 0; batch < 3; ++batch) {
+           TrainStep(run, model, *optimizer, batch);
+           run.See(first);
+           run.See(read);
+           first.view(-1)[0].zero_();
+           read.select(0, 5).mul_(0.5);
+         }
+         run.See(*model);
+       }},
       {"vector_assigned_before_attaching",
        [](Run& run) {
          auto model = Perceptron(run);

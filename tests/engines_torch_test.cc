@@ -627,40 +627,69 @@ INSTANTIATE_TEST_SUITE_P(Counts, BackwardThreadsTest,
                                   (std::get<1>(info.param) ? "_spilled" : "");
                          });
 
-// Each operation writes two parameters, three of which fit into the staging buffer: threads that
-// wait for each other's second are told, and nobody waits for ever.
-TEST(WritersTest, WritersOfSeveralParametersNeverWaitForEachOtherForEver) {
-  SetOffloading(true);
-  constexpr int64_t kRows = 640, kColumns = 1000;  // 2.4 of 8 MiB
-  nn::Sequential model;
-  for (int i = 0; i < 4; ++i)
-    model->push_back(nn::Linear(nn::LinearOptions(kColumns, kRows).bias(false)));
-  auto engine = Engine::Open(OptionsFor("writers", "120MiB"));
-  auto optimizer = engine->SGD(*model, torch::optim::SGDOptions(0.1));
-  const Tensor gradient = at::zeros({kRows, kColumns});
-  std::vector<Tensor> weights;
-  for (const Tensor& parameter : model->parameters()) weights.push_back(parameter.detach());
-  const auto write = [&](size_t first) {
-    at::_fused_sgd_({weights[first]}, {gradient}, {weights[first + 1]}, /*weight_decay=*/0,
-                    /*momentum=*/0.5, /*lr=*/0.1, /*dampening=*/0, /*nesterov=*/false,
-                    /*maximize=*/false, /*is_first_step=*/false);
-  };
-  write(0);
+// Three of these fit into the staging buffer.
+class WritersTest : public testing::Test {
+ protected:
+  static constexpr int64_t kRows = 640, kColumns = 1000;  // 2.4 of 8 MiB
+
+  void Open(const std::string& job) {
+    SetOffloading(true);
+    torch::manual_seed(3);
+    for (int i = 0; i < 4; ++i)
+      model_->push_back(nn::Linear(nn::LinearOptions(kColumns, kRows).bias(false)));
+    for (const Tensor& parameter : model_->parameters()) before_.push_back(parameter.detach() * 1);
+    engine_ = Engine::Open(OptionsFor(job, "120MiB"));
+    optimizer_ = engine_->SGD(*model_, torch::optim::SGDOptions(0.1));
+    for (const Tensor& parameter : model_->parameters()) weights_.push_back(parameter.detach());
+  }
+  static void Write(const std::vector<Tensor>& weights, size_t first) {
+    at::_fused_sgd_({weights[first]}, {at::ones({kRows, kColumns})}, {weights[first + 1]},
+                    /*weight_decay=*/0, /*momentum=*/0.5, /*lr=*/0.1, /*dampening=*/0,
+                    /*nesterov=*/false, /*maximize=*/false, /*is_first_step=*/false);
+  }
+  void ExpectWeights(const std::vector<Tensor>& expected) const {
+    for (size_t i = 0; i < expected.size(); ++i)
+      EXPECT_TRUE(torch::equal(weights_[i], expected[i])) << i;
+  }
+
+  nn::Sequential model_;
+  std::shared_ptr<Engine> engine_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::vector<Tensor> weights_, before_;
+};
+
+// Each operation writes two parameters: nobody waits for ever for another's second.
+TEST_F(WritersTest, WritersOfSeveralParametersNeverWaitForEachOtherForEver) {
+  Open("writers");
+  Write(weights_, 0);
+  constexpr int kRounds = 40;
   std::vector<std::thread> threads;
   for (const size_t first : {0, 2}) {
     threads.emplace_back([&, first] {
       const torch::NoGradGuard no_grad;
-      for (int round = 0; round < 40; ++round) {
-        try {
-          write(first);
-        } catch (const Error& error) {
-          EXPECT_EQ(error.id(), 1303) << error.what();
-        }
-      }
+      for (int round = 0; round < kRounds; ++round) Write(weights_, first);
     });
   }
   for (std::thread& thread : threads) thread.join();
-  write(2);
+  for (int round = 0; round < kRounds; ++round) Write(before_, 2);
+  for (int round = 0; round < kRounds + 1; ++round) Write(before_, 0);
+  ExpectWeights(before_);
+}
+
+TEST_F(WritersTest, AnOperationWritesMoreThanTheStagingBufferHolds) {
+  Open("writer_of_all");
+  const auto write = [](std::vector<Tensor>& weights) {
+    at::_fused_adam_({weights[0]}, {at::ones({kRows, kColumns})}, {weights[1]}, {weights[2]},
+                     {weights[3]}, {torch::tensor(1.0F)}, /*lr=*/0.1, /*beta1=*/0.9, /*beta2=*/0.99,
+                     /*weight_decay=*/0, /*eps=*/1e-3, /*amsgrad=*/true, /*maximize=*/false);
+  };
+  for (std::vector<Tensor>* const weights : {&weights_, &before_}) {
+    for (Tensor& weight : *weights) weight.abs_();  // roots are taken
+    for (int round = 0; round < 3; ++round) write(*weights);
+  }
+  ExpectWeights(before_);
+  optimizer_->step();
+  ExpectWeights(before_);
 }
 
 }  // namespace

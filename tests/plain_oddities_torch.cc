@@ -489,12 +489,98 @@ struct OwnLinear : torch::autograd::Function<OwnLinear> {
 void OwnFunction(const Arguments& arguments) {
   Tensor weight = torch::randn({64, 8}).requires_grad_(true);
   SGD optimizer({weight}, torch::optim::SGDOptions(1e-2));
+  for (const int steps : arguments.loops) {
+    for (int step = 0; step < steps; ++step) {
+      torch::manual_seed(100 + step);
+      const Tensor loss = OwnLinear::apply(torch::randn({4, 64}), weight).square().mean();
+      loss.backward();
+      optimizer.step();
+      optimizer.zero_grad();
+      PrintStep(step, loss);
+    }
+  }
+}
+
+// The same in two pieces, which keep nothing and are computed anew in the backward. The weight is
+// among no inputs of theirs.
+struct ComputedAnew : torch::autograd::Function<ComputedAnew> {
+  static Tensor Compute(const Tensor& x, const Tensor& weight) { return x.mm(weight).tanh(); }
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x,
+                        const Tensor* weight) {
+    context->save_for_backward({x});
+    context->saved_data["weight"] = reinterpret_cast<int64_t>(weight);
+    return Compute(x, *weight);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const Tensor x = context->get_saved_variables()[0].detach().requires_grad_(true);
+    const auto* const weight =
+        reinterpret_cast<const Tensor*>(context->saved_data["weight"].toInt());
+    const torch::AutoGradMode grad(true);
+    torch::autograd::backward({Compute(x, *weight)}, {gradients[0]});
+    return {x.grad(), Tensor()};
+  }
+};
+void PiecesComputedAnew(const Arguments& arguments) {
+  Linear model(64, 64);
+  SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9));
+  for (const int steps : arguments.loops) {
+    for (int step = 0; step < steps; ++step) {
+      torch::manual_seed(100 + step);
+      const Tensor x = torch::randn({4, 64}).requires_grad_(true);
+      const Tensor first = ComputedAnew::apply(x, &model->weight);
+      const Tensor loss = ComputedAnew::apply(first, &model->weight).square().mean();
+      loss.backward();
+      optimizer.step();
+      optimizer.zero_grad();
+      PrintStep(step, loss);
+    }
+  }
+}
+
+// Its rows are shortened before they are looked up.
+void EmbeddingOfLargestNorm(const Arguments& arguments) {
+  torch::nn::Embedding model(torch::nn::EmbeddingOptions(100, 16).max_norm(1.0));
+  SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.5).momentum(0.9));
+  for (const int steps : arguments.loops) {
+    for (int step = 0; step < steps; ++step) {
+      torch::manual_seed(100 + step);
+      const Tensor loss = (model->forward(torch::randint(100, {20})) - 1).square().mean();
+      loss.backward();
+      optimizer.step();
+      optimizer.zero_grad();
+      PrintStep(step, loss);
+    }
+  }
+}
+
+// Each step begins with an edit, the way of NAME: of the weight itself, or of what data() gives.
+void EditedFirst(const Arguments& arguments) {
+  Linear model(64, 64);
+  SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2));
   for (int step = 0; step < arguments.loops.front(); ++step) {
-    const Tensor loss = OwnLinear::apply(torch::randn({4, 64}), weight).square().mean();
+    if (arguments.weights == "masked_first") {
+      const torch::NoGradGuard no_grad;
+      model->weight.mul_(0.9);
+    } else {
+      model->weight.data().clamp_(-0.1, 0.1);
+    }
+    optimizer.zero_grad();
+    const Tensor loss = Loss(model, step);
     loss.backward();
     optimizer.step();
-    optimizer.zero_grad();
     PrintStep(step, loss);
+  }
+}
+
+// Gradients that no backward pass has made.
+void AssignedGradients(const Arguments& arguments) {
+  Linear model(64, 64);
+  SGD optimizer({model->weight}, torch::optim::SGDOptions(1e-2));
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    model->weight.mutable_grad() = torch::full({64, 64}, 0.1 * step);
+    optimizer.step();
+    PrintStep(step, model->weight.mean());
   }
 }
 
@@ -648,6 +734,11 @@ int main(int argc, char** argv) {
       {"power_iteration", PowerIteration},
       {"complex_weights", ComplexWeights},
       {"own_function", OwnFunction},
+      {"assigned_gradients", AssignedGradients},
+      {"masked_first", EditedFirst},
+      {"limited_first", EditedFirst},
+      {"embedding_of_largest_norm", EmbeddingOfLargestNorm},
+      {"pieces_computed_anew", PiecesComputedAnew},
       {"environment", Environment},
       {"in_a_child", [](const Arguments& a) { InChild(a, /*waits=*/true); }},
       {"in_a_child_that_stays", [](const Arguments& a) { InChild(a, /*waits=*/false); }},

@@ -14,20 +14,23 @@
 
 namespace offload {
 
-// Where it is the only child.
+// Where it is the only one. It is no child (base/detached_process.h); of the two processes with its
+// arguments the other one waits for its end.
 inline std::optional<pid_t> FindDaemon() {
+  const auto read = [](pid_t pid, const char* name) {
+    std::ifstream file("/proc/" + std::to_string(pid) + "/" + name);
+    std::ostringstream text;
+    text << file.rdbuf();
+    return text.str();
+  };
+  const std::string argument = std::string("--parent-pid") + '\0' + std::to_string(getpid()) + '\0';
   std::optional<pid_t> found;
   DIR* const folder = opendir("/proc");
   while (const dirent* entry = readdir(folder)) {
     const pid_t pid = atoi(entry->d_name);
-    if (pid <= 0) continue;
-    std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-    std::string line;
-    std::getline(file, line);
-    std::istringstream fields(line.substr(line.rfind(')') + 1));
-    std::string state;
-    pid_t parent = 0;
-    if (fields >> state >> parent && parent == getpid() && state != "Z") found = pid;
+    if (pid > 0 && read(pid, "cmdline").find(argument) != std::string::npos &&
+        read(pid, "comm") != "offloadd-waits\n")
+      found = pid;
   }
   closedir(folder);
   return found;

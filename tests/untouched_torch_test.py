@@ -284,13 +284,40 @@ class UntouchedTest(unittest.TestCase):
         self.assertEqual((resumed.code, len(resumed.steps())), (0, 4), resumed.error)
         self.assertEqual(resumed.error.count(text), 1, resumed.error)
 
+    def test_weights_that_a_resumed_run_has_edited_before_the_attach_are_told(self):
+        text = "weights were read or changed without gradients before the job's took their place"
+        for name in ("masked_first", "limited_first"):
+            self.assertNotIn(text, self.check_oddity(name).error)
+            self.assertEqual(self.oddity(name, options=["--resume"]).error.count(text), 1, name)
+            shutil.rmtree(self.pool)
+            os.mkdir(self.pool)
+
+    def test_nothing_is_said_of_weights_where_a_pass_begins_with_gradients(self):
+        self.check_oddity("own_function")
+        self.assertNotIn("weights were read or changed", self.oddity("own_function", options=["--resume"]).error)
+
     def test_models_that_cannot_be_attached_are_refused(self):
         self.check_refused(self.oddity("complex_weights"), "OFD-1601 ")
 
+    def check_first_pass_of_a_run_that_goes_on(self, name):
+        self.check_oddity(name)
+        resumed = self.oddity(name, options=["--resume"])
+        self.assertEqual(resumed.code, 0, resumed.error)
+        plain = call(TRAINERS["oddities"], "4,4", self.file("plain"), name)
+        self.assertEqual(resumed.steps(), plain.steps()[4:])
+
     def test_a_function_of_the_programs_own_is_all_of_the_model(self):
-        self.check_oddity("own_function")
-        # Its first gradients are of other weights than the job's.
-        self.check_refused(self.oddity("own_function", options=["--resume"]), "OFD-1601 parameters have gradients before a forward pass over them was seen")
+        self.check_first_pass_of_a_run_that_goes_on("own_function")
+
+    def test_a_function_of_the_programs_own_computes_its_pieces_anew(self):
+        self.check_first_pass_of_a_run_that_goes_on("pieces_computed_anew")
+
+    def test_a_pass_begins_with_rows_that_are_shortened_without_gradients(self):
+        self.check_first_pass_of_a_run_that_goes_on("embedding_of_largest_norm")
+
+    def test_gradients_of_other_weights_than_the_jobs_are_refused(self):
+        self.check_oddity("assigned_gradients")
+        self.check_refused(self.oddity("assigned_gradients", options=["--resume"]), "OFD-1601 parameters have gradients before a forward pass over them was seen")
 
     def test_threads_train_a_model_each(self):
         self.assertEqual(len(self.check_oddity("threads", steps=0).evaluations()), 2)

@@ -86,6 +86,16 @@ void Staging::MakeRoom(uint64_t size_bytes) {
 }
 
 Staging::Piece Staging::Take(uint64_t size_bytes) {
+  std::optional<Piece> piece = TakeIfEver(size_bytes);
+  if (piece.has_value()) return *std::move(piece);
+  ThrowStatus(MakeError(
+      ErrorId::kWindowExhausted,
+      absl::StrCat("an operation writes several offloaded parameters, ", FormatBytes(size_bytes),
+                   " do not fit into the staging buffer beside the others"),
+      "Write one parameter at a time, in one thread at a time"));
+}
+
+std::optional<Staging::Piece> Staging::TakeIfEver(uint64_t size_bytes) {
   size_bytes = proto::PaddedBytes(std::max<uint64_t>(size_bytes, 1));
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -100,12 +110,7 @@ Staging::Piece Staging::Take(uint64_t size_bytes) {
     }
     std::vector<std::thread::id> holders;
     for (const auto& [offset, holder] : holders_) holders.push_back(holder);
-    if (returned_.Wait(lock, WaitGraph::Needs::kAnyHolder, holders)) continue;
-    ThrowStatus(MakeError(
-        ErrorId::kWindowExhausted,
-        absl::StrCat("an operation writes several offloaded parameters, ", FormatBytes(size_bytes),
-                     " do not fit into the staging buffer beside the others"),
-        "Write one parameter at a time, in one thread at a time"));
+    if (!returned_.Wait(lock, WaitGraph::Needs::kAnyHolder, holders)) return std::nullopt;
   }
 }
 

@@ -71,6 +71,8 @@ class Staging {
   // Waits while others hold what it needs. Throws OFD-1303 when that would be for ever: the calling
   // thread holds it itself, or those who do wait for something that it has; or it never fits.
   Piece Take(uint64_t size_bytes);
+  // The same, but nothing instead of the error.
+  std::optional<Piece> TakeIfEver(uint64_t size_bytes);
   // Makes the buffer larger: the bytes from `end` on.
   void Grow(uint64_t end, uint64_t more_bytes);
 

@@ -674,9 +674,17 @@ bool WeightResidency::PutStaged() {
   return true;
 }
 
-// The same on a rank after the first.
+// The same of a copy in ordinary memory, which other ranks than the first only compare.
 void WeightResidency::Follow() {
-  const uint64_t digest = TakeDigest(static_cast<const std::byte*>(private_.get()));
+  const auto* const written = static_cast<const std::byte*>(private_.get());
+  const uint64_t digest = TakeDigest(written);
+  if (attachment_->rank() == 0) {
+    const auto read = [&](uint64_t begin, uint64_t) { return written + begin; };
+    return ThrowIfError(
+        PutUnlessSame(read, digest,
+                      [&] { return attachment_->StreamIn(tensor_, written, digest); }),
+        subject_);
+  }
   const bool is_seen = !HasMaster() || SeesVersion() || !has_residual_;
   const uint32_t before = is_seen ? 0 : CrcInJob();
   ThrowIfError(attachment_->EndPut(tensor_, digest), subject_);
@@ -875,14 +883,15 @@ void WeightResidency::RecordStream(const c10::Stream& stream) {
 std::byte* WeightResidency::FetchForWriting(Access access) {
   if (device() != nullptr) return FetchForWritingThere(access);
   if (attachment_->rank() > 0) return MakePrivate(access);
-  Staging::Piece piece = attachment_->staging().Take(size_bytes_);
-  std::byte* const copy = attachment_->region() + piece.region_offset();
+  std::optional<Staging::Piece> piece = attachment_->staging().TakeIfEver(size_bytes_);
+  if (!piece.has_value()) return MakePrivate(access);  // this operation has all of it, or a circle
+  std::byte* const copy = attachment_->region() + piece->region_offset();
   if (access == Access::kWrite) {
     std::memcpy(copy, ValueOrThrow(attachment_->session().Acquire(tensor_), subject_), size_bytes_);
     attachment_->session().Release(tensor_);
   }
   if (std::exchange(acquired_, false)) attachment_->session().Release(tensor_);
-  staging_ = std::move(piece);
+  staging_ = *std::move(piece);
   return copy;
 }
 

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/version.h>
 #include <torch/nn/module.h>
@@ -245,6 +246,19 @@ void InputArchive::read(const std::string& key, Tensor& tensor, bool is_buffer) 
 }
 
 }  // namespace torch::serialize
+
+// ---- Graphs -------------------------------------------------------------------------------------
+
+namespace torch::autograd::impl {
+
+Edge gradient_edge(const Variable& variable) {
+  static const auto next =
+      Next<Edge (*)(const Variable&)>("_ZN5torch8autograd4impl13gradient_edgeERKN2at6TensorE");
+  Watch::OfProcess().BeforeEdge(variable);
+  return next(variable);
+}
+
+}  // namespace torch::autograd::impl
 
 // ---- Optimizers ---------------------------------------------------------------------------------
 

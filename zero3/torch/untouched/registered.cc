@@ -113,6 +113,18 @@ void Registered::AddNames(const NamedTensors& parameters, const NamedTensors& bu
     names_.push_back(std::move(names));
 }
 
+bool Registered::HasMemoryOf(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !tensor.has_storage()) return false;
+  const auto memory_of = [](const c10::TensorImpl& impl) {
+    return impl.unsafe_storage().unsafeGetStorageImpl();
+  };
+  return std::any_of(tensors_.begin(), tensors_.end(), [&](const Entry& entry) {
+    const auto alive = entry.tensor.lock();
+    return alive.defined() && alive->has_storage() &&
+           memory_of(*alive) == memory_of(*tensor.unsafeGetTensorImpl());
+  });
+}
+
 int64_t Registered::CountBufferWrites() const {
   int64_t count = 0;
   for (const Entry& entry : tensors_) {

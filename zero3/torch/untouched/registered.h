@@ -44,6 +44,9 @@ class Registered {
     return tensor.defined() && known_.contains(tensor.unsafeGetTensorImpl());
   }
 
+  // Also of views, and of what data() gives.
+  bool HasMemoryOf(const at::Tensor& tensor) const;
+
   // Grows with each write to a buffer.
   int64_t CountBufferWrites() const;
   // A module that has everything that lives, under these names. Tables with sparse gradients are in

@@ -17,6 +17,7 @@
 #include <new>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <typeinfo>
 #include <unordered_set>
 #include <utility>
@@ -226,7 +227,7 @@ std::atomic<bool>* MakeShared() {
 }
 
 std::unique_ptr<at::ObserverContext> OnOperator(const at::RecordFunction& function) {
-  Watch::OfProcess().BeforeOperator(function.inputs());
+  Watch::OfProcess().BeforeOperator(function.name(), function.inputs());
   return nullptr;
 }
 
@@ -427,10 +428,51 @@ void Watch::BeforeZeroGrad(const Optimizer& optimizer) {
 
 // ---- The attach ---------------------------------------------------------------------------------
 
-void Watch::BeforeOperator(c10::ArrayRef<const c10::IValue> inputs) {
+void Watch::BeforeOperator(const char* name, c10::ArrayRef<const c10::IValue> inputs) {
+  if (inside || state_ != State::kWatching) return;
+  // Of embeddings with a largest norm the forward pass begins with this one, without gradients.
+  const bool is_forward = std::string_view(name) == "aten::embedding_renorm_";
+  if (!c10::GradMode::is_enabled() && !is_forward) return NoteLook(name, inputs);
+  std::unique_lock lock(mutex_);
+  if (state_ != State::kWatching) return;
+  if (!IsTrigger(inputs)) {
+    lock.unlock();
+    return NoteLook(name, inputs);  // at what data() gives
+  }
+  const Inside here;
+  OrEnd([this] { Attach(); });
+}
+
+// Of a run that goes on: it computes with weights that the job's replace. An initialisation writes
+// its first input, and looks at the others.
+void Watch::NoteLook(const char* name, c10::ArrayRef<const c10::IValue> inputs) {
+  static constexpr std::string_view kInitialises[] = {"aten::copy_",    "aten::fill_",
+                                                      "aten::normal_",  "aten::random_",
+                                                      "aten::uniform_", "aten::zero_"};
+  if (!resumes_ || has_looked_ || inputs.empty()) return;
+  const bool initialises =
+      std::ranges::find(kInitialises, std::string_view(name)) != std::ranges::end(kInitialises);
+  // Also on threads that the library has started and waits for while it attaches.
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return;
+  const auto inputs_looked_at = initialises ? inputs.slice(1) : inputs;
+  const auto looks = [this](const at::Tensor& tensor) { return registered_.HasMemoryOf(tensor); };
+  has_looked_ = std::any_of(inputs_looked_at.begin(), inputs_looked_at.end(),
+                            [&looks](const c10::IValue& input) {
+                              if (input.isTensor()) return looks(input.toTensor());
+                              if (!input.isTensorList()) return false;
+                              const std::vector<at::Tensor> tensors = input.toTensorVector();
+                              return std::any_of(tensors.begin(), tensors.end(), looks);
+                            });
+}
+
+void Watch::BeforeEdge(const at::Tensor& tensor) {
   if (inside || state_ != State::kWatching || !c10::GradMode::is_enabled()) return;
   std::lock_guard lock(mutex_);
-  if (state_ != State::kWatching || !IsTrigger(inputs)) return;
+  const bool has_optimizer = callback_ != at::INVALID_CALLBACK_HANDLE;
+  if (state_ != State::kWatching || !has_optimizer || !tensor.defined()) return;
+  // One that computes its pieces anew in the backward has the weights among no inputs.
+  if (!registered_.Contains(tensor) && !(resumes_ && tensor.requires_grad())) return;
   const Inside here;
   OrEnd([this] { Attach(); });
 }
@@ -493,6 +535,10 @@ void Watch::Attach() {
     Say("buffers were written without gradients before the job's took their place: where a first "
         "forward pass did that (the power iteration of a spectral norm), its loss differs from "
         "that of a run that was not interrupted (docs/attach_reference.md)");
+  } else if (begun_at_ > 0 && has_looked_) {
+    Say("weights were read or changed without gradients before the job's took their place: where a "
+        "first forward pass begins with that (a target network, a momentum encoder, masks), its "
+        "loss differs from that of a run that was not interrupted (docs/attach_reference.md)");
   }
   for (const Seen& seen : optimizers_) SayMasters(seen);
   std::atexit([] { Watch::OfProcess().Commit(); });

@@ -62,7 +62,10 @@ class Watch {
   void Read(const at::Tensor& tensor, const std::function<void()>& read);
 
   // ---- What it is about to do ----
-  void BeforeOperator(c10::ArrayRef<const c10::IValue> inputs);
+  void BeforeOperator(const char* name, c10::ArrayRef<const c10::IValue> inputs);
+  // A graph gets an edge to a tensor. An autograd::Function of the program's own has it before its
+  // operators, which run without gradients.
+  void BeforeEdge(const at::Tensor& tensor);
   // Ends the program where the object's gradients were used by a step that is not of torch's class:
   // one of a class that derives from it may call it.
   void BeforeZeroGrad(const torch::optim::Optimizer& optimizer);
@@ -115,6 +118,7 @@ class Watch {
   void TakeOver(Seen& seen);
   void CheckIsNotReplaced(const Seen& seen) const;
   bool IsTrigger(c10::ArrayRef<const c10::IValue> inputs) const;
+  void NoteLook(const char* name, c10::ArrayRef<const c10::IValue> inputs);
   void OpenEngine();
   bool IsRegistered(const at::Tensor& tensor);
   // Runs what gives parameters other memory, of which nobody has a pointer yet.
@@ -139,6 +143,8 @@ class Watch {
   std::atomic<State> state_ = State::kWatching;
   at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;  // sees operators, until a step
   Registered registered_;
+  std::atomic<bool> has_looked_ =
+      false;                    // an operator without gradients has, at registered tensors
   size_t foreign_count_ = 0;    // tensors of optimizers that no module has registered
   std::list<Seen> optimizers_;  // in the order in which they were made
   std::optional<uint64_t> born_above_bytes_;
