@@ -294,7 +294,7 @@ class Handle(Grows, jobs.OfProcess):
 
     def _tell_of_places(self):
         """Once, of modules that have changed places: a run that goes on looks for parameters under the names of attach(), or of the last growth."""
-        if self._has_told_of_places or None in self.models:
+        if self._has_told_of_places or any(model is None for model in self.models):
             return
         former, self._places = self._places, self._places_now()
         if former == self._places:
