@@ -297,7 +297,7 @@ class Handle(Grows, jobs.OfProcess):
 
     def _tell_of_places(self):
         """Once, of modules that have changed places: a run that goes on looks for parameters under the names of attach(), or of the last growth."""
-        if self._has_told_of_places or None in self.models:
+        if self._has_told_of_places or any(model is None for model in self.models):
             return
         former, self._places = self._places, self._places_now()
         if former == self._places:
@@ -646,8 +646,8 @@ class Handle(Grows, jobs.OfProcess):
         served.forget_replaced(self._identities)
         followed = followers.memory_of(self._identities) if self.options.get("weights_at_close") == "memory" else []
         followers.end(self._identities)
-        for model in filter(None, (reference() for reference in self._models)):
-            if jobs.by_model.get(model) is self:
+        for model in self.models:
+            if model is not None and jobs.by_model.get(model) is self:
                 jobs.by_model[model] = _Ended(self)
         if self.is_of_this_process():
             Engine.end_own_step()  # of one that has raised an error

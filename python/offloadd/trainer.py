@@ -2,7 +2,7 @@
 
 The callback attaches when training begins: the optimizer is made, a checkpoint is loaded, nothing has been computed. A new job begins
 with what Trainer has then, also with weights and moments of a checkpoint that was written in memory. A job that has steps already is
-continued: with resume_from_checkpoint at the checkpoint's step, which has to be the job's; without, at the job's last step, as if the
+continued: with resume_from_checkpoint that names one at its step, which has to be the job's; without, at the job's last step, as if the
 process had never ended: the callback keeps Trainer's own state, the scheduler's and the random numbers in the job.
 """
 
@@ -445,10 +445,19 @@ def _checkpoint_of(trainer, given):
     return transformers.trainer_utils.get_last_checkpoint(trainer.args.output_dir) if given is True else given or None
 
 
+def _is_the_last(trainer, given):
+    """Whether it names the checkpoint that True means, as scripts do that look for it with get_last_checkpoint()."""
+    folder = trainer.args.output_dir
+    if not isinstance(given, (str, os.PathLike)) or not os.path.isdir(folder):
+        return False
+    found = transformers.trainer_utils.get_last_checkpoint(folder)
+    return found is not None and os.path.realpath(found) == os.path.realpath(given)
+
+
 @functools.lru_cache(maxsize=None)
 def _patch_trainer():
-    """train() continues a job that has steps: always without resume_from_checkpoint, and with True when the job is further than the last
-    checkpoint. A checkpoint that is named has to be of the job's step."""
+    """train() continues a job that has steps: always without resume_from_checkpoint, and with True, or the last checkpoint's name, when the
+    job is further than that. Another checkpoint has to be of the job's step."""
     original = transformers.Trainer.train
 
     @functools.wraps(original)
@@ -456,6 +465,8 @@ def _patch_trainer():
         callback = callback_of(self)
         if callback is None:
             return original(self, resume_from_checkpoint, *args, **kwargs)
+        if _is_the_last(self, resume_from_checkpoint):
+            resume_from_checkpoint = True
         callback.trainer = weakref.ref(self)
         callback.checkpoint = _checkpoint_of(self, resume_from_checkpoint)
         callback.before_training(self)

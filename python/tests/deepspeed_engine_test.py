@@ -372,6 +372,30 @@ class DeepSpeedTest(DeepSpeedCase):
         self.assertEqual(told, plain(there, self.adamw(there.parameters()), 4))
         self.assertEqual(self.jobs(), ["named.offload"])
 
+    def test_engines_of_a_run_with_a_name_continue_each_in_its_job(self):
+        """Also where one is built in the pool."""
+        offloadd.deepspeed.setup.set_installed({"job": "named", "nvme_path": self.pool})
+        there = [make(), make(tied=True)]
+        optimizers = [self.adamw(each.parameters()) for each in there]
+        told = []
+        for run in range(2):
+            with offloadd.deepspeed.zero.Init():
+                first = make()
+            engines = [self.initialize(first, self.config())[0]]
+            with offloadd.deepspeed.zero.Init(enabled=run == 0):
+                second = make(tied=True)
+            engines.append(self.initialize(second, self.config())[0])
+            self.assertEqual([engine.global_steps for engine in engines], [2 * run, 2 * run])
+            for engine, model, optimizer in zip(engines, there, optimizers):
+                told.append((engine_loop(engine, 2, first=2 * run), plain(model, optimizer, 2, first=2 * run)))
+                self.check_equal(engine.module, model)
+            for engine in engines:
+                engine.destroy()
+            self.engines.clear()
+            self.assertEqual(self.jobs(), ["named-2.offload", "named.offload"])
+        for here, expected in told:
+            self.assertEqual(here, expected)
+
     def test_a_run_with_a_name_continues_with_the_schedule_of_its_configuration(self):
         for kind, params in (("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 3, "warmup_max_lr": 1e-2}),
                              ("OneCycle", {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3}),

@@ -1583,6 +1583,36 @@ def compiled_model_runs_eagerly(run):
     return run.train(model, optimizer)
 
 
+class Questioned(Transformer):
+    """Has a length, which is 0."""
+
+    def __len__(self):
+        return 0
+
+
+@case(types=("fp32",))
+def models_whose_truth_is_not_asked_for(run):
+    """Of a compiled one there is none; both are models of a job that ends."""
+    models = [run.model(layers=1), run.make(lambda: Questioned(1))]
+    if run.offloaded:
+        models[0] = torch.compile(models[0])
+    told = []
+    for model in models:
+        optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+        told.append(run.train(model, optimizer) if not run.offloaded else _train_and_close(run, model, optimizer))
+    return told
+
+
+def _train_and_close(run, model, optimizer):
+    handle = run.attach(model, optimizer, weights_at_close="memory")
+    told = run.train(model, optimizer)
+    handle.close()
+    again = handle.last_step, offloadd.attach(model, optimizer, nvme_path=run.folder, ram="128MiB", job=handle.job)
+    assert (again[0], again[1].step) == (3, 3), again
+    again[1].close()
+    return told
+
+
 @case(types=("fp32",), memory=("double",))
 def operators_over_functions_are_refused(run):
     """torch.cond() and its like, whose functions' weights would get no gradients."""

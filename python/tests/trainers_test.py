@@ -641,6 +641,26 @@ def continued_with_more_micro_batches_in_a_step(run):
     return [(entry["loss"], entry["epoch"]) for entry in fit(run, run.make(gpt2), gradient_accumulation_steps=3, **options)[1][-4:-1]]
 
 
+@case(**FP32)
+def the_last_checkpoint_is_named_and_the_job_is_further(run):
+    """As scripts do that look for it; the job goes on, also where a kill has cut another checkpoint short."""
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 7}
+    if not run.offloaded:
+        return fit(run, run.make(llama), **options)[1][:-1]
+    for cut in (False, True):
+        out = os.path.join(run.folder, "out")
+        named = transformers.trainer_utils.get_last_checkpoint(out) if os.path.isdir(out) else None
+        try:
+            fit(run, run.make(llama), more=[Stop(6 if cut else 3)], trains=({"resume_from_checkpoint": named},), **options)
+        except KeyboardInterrupt:
+            pass
+        run.end()
+    os.mkdir(os.path.join(out, "checkpoint-8"))
+    named = transformers.trainer_utils.get_last_checkpoint(out)
+    assert named.endswith("-8"), named
+    return fit(run, run.make(llama), trains=({"resume_from_checkpoint": named},), **options)[1][:-1]
+
+
 @case(refused=1602, types=("fp32",), memory=("floor",))
 def checkpoint_of_an_older_step_is_refused(run):
     fit(run, run.make(llama), save_strategy="steps", save_steps=2, max_steps=4)

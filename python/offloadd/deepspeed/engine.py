@@ -109,6 +109,8 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
         pending = jobs.constructed
         if own:
             options = {**options, "job": pending.options["job"] if pending is not None else setup.jobs.new_name()}
+        else:
+            options = {**options, "job": setup.name_beside_others(options["job"], self.module)}
         if not is_disabled():
             setup.check_options(options)
             self._check_goes_on(options["job"], optimizer)

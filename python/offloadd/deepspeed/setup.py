@@ -2,10 +2,11 @@
 
 DeepSpeed's programs begin anew with each run, unless they load a checkpoint. So a run has a job of its own, which is deleted at its end
 unless a checkpoint is in it; with a name of the job (install(job=…), OFFLOADD_JOB, offloadd.toml) it is that one, and continues where it
-is.
+is. Further engines beside it have NAME-2, …, in their order.
 """
 
 import atexit
+import itertools
 import logging
 import os
 import time
@@ -13,6 +14,7 @@ import uuid
 import weakref
 
 from .. import config, control
+from .. import jobs as open_jobs
 from ..errors import Error
 from . import comm, placement, snapshots
 
@@ -51,6 +53,13 @@ def check_options(options):
                        "Set OFFLOADD_POOL (or offload_param.nvme_path in the DeepSpeed configuration) to a directory on a drive")
     if not options.get("ram"):
         raise Error.of(1105, "no memory budget is named", "Set OFFLOADD_RAM to what offloaded state may hold in memory, such as 8GiB")
+
+
+def name_beside_others(job, model=None):
+    """The user's name of a job, or where models of others are trained in that, the next that is free: NAME-2, …"""
+    taken = {handle.job for handle in open_jobs.handles()
+             if any(each is not None for each in handle.models) and not any(each is model is not None for each in handle.models)}
+    return next(name for name in itertools.chain([job], (f"{job}-{number}" for number in itertools.count(2))) if name not in taken)
 
 
 class Jobs:

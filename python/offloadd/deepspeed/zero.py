@@ -52,6 +52,8 @@ class Init(contextlib.ContextDecorator):
         if not options.get("job"):
             options["job"] = setup.jobs.new_name()
             self._own_job = options["job"]
+        else:
+            options["job"] = setup.name_beside_others(options["job"])
         self._inner = attaching.init(**options)
         self._inner.__enter__()
         self._inner.is_under_way = True
