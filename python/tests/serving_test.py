@@ -702,7 +702,7 @@ mistaken("OFD-1002 device is 'gpu0', which is no device of torch", "no_name_of_a
 mistaken("OFD-1002 unfreeze names an int, which is no parameter.", "number_to_unfreeze", unfreeze=3)
 mistaken("OFD-1604 attach() was given a list of no optimizers.", "list_of_no_optimizers", optimizer=[])
 mistaken("OFD-1601 attach() was given no model.", "no_model", model=[], optimizer=None)
-mistaken("there is a comma with no path on one side of it. Leave it out", "comma_behind_nvme_path", nvme_path="/a,")
+mistaken("has a comma with no path on one side of it. Leave it out", "comma_behind_nvme_path", nvme_path="/a,")
 mistaken("OFD-1201 nvme_path is '/a\\x00/b', which has a NUL byte", "nul_in_nvme_path", nvme_path="/a\0/b")
 mistaken('OFD-1002 job name "".', "empty_job_name", job="")
 mistaken("names /a twice.", "nvme_path_twice", nvme_path="/a,/a")
