@@ -46,7 +46,7 @@ void Train(torch::nn::Sequential& model, const std::string& folder, int64_t more
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2) {
+  if (argc != 2 || argv[1][0] == '-') {
     std::cerr << "usage: attach_example DIR, a folder on a drive" << std::endl;
     return 2;
   }

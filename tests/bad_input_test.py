@@ -193,6 +193,12 @@ class BadInputTest(unittest.TestCase):
         plain = self.run_trainer(self.offloaded("--job", "plain"))
         self.assertEqual(self.losses(forbidden), self.losses(plain))
 
+    def test_old_profiles_of_containers_refuse_more(self):
+        run = self.run_trainer(self.offloaded(), launcher=[NO_URING, "--also", "statx"])
+        self.assertEqual(run.code, 0, run.stderr)
+        self.refused(self.offloaded("--job", "other"), "OFD-1501", "pidfd_open", "seccomp", launcher=[NO_URING, "--also", "pidfd_open"])
+        self.refused(self.offloaded("--job", "other"), "OFD-1302", "memfd_create", "seccomp", launcher=[NO_URING, "--also", "memfd_create"])
+
     def test_engine_by_name_is_never_replaced(self):
         run = self.run_trainer(self.offloaded("--io", "uring"), launcher=[NO_URING])
         self.assertEqual(run.code, 1)

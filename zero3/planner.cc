@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "base/byte_size.h"
 #include "base/check.h"
 #include "base/error.h"
@@ -717,13 +718,12 @@ std::string DescribePlan(const PlanInput& input, const Plan& plan) {
                   Line("sum", plan.total_bytes, absl::StrCat("of ", FormatBytes(input.ram_bytes))));
   if (const std::string policy = DescribePolicy(input.policy); !policy.empty())
     absl::StrAppend(&text, "asked for: ", policy, "\n");
-  char traffic[200];
-  std::snprintf(traffic, sizeof(traffic),
-                "traffic per parameter and step: %.2f B read, %.2f B written, %.2f B for each "
-                "further micro-batch\n",
-                plan.read_bytes_per_parameter, plan.write_bytes_per_parameter,
-                plan.bytes_per_further_micro_batch);
-  text += traffic;
+  // Whatever the trainer's locale is.
+  absl::StrAppendFormat(&text,
+                        "traffic per parameter and step: %.2f B read, %.2f B written, %.2f B for "
+                        "each further micro-batch\n",
+                        plan.read_bytes_per_parameter, plan.write_bytes_per_parameter,
+                        plan.bytes_per_further_micro_batch);
   if (input.durability.has_intervals()) {
     absl::StrAppend(&text, "checkpoint ",
                     input.durability.steps > 0

@@ -40,7 +40,7 @@ void Train(const std::string& folder) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2) {
+  if (argc != 2 || argv[1][0] == '-') {
     std::fprintf(stderr, "usage: trainer DIR, a folder on a drive\n");
     return 2;
   }

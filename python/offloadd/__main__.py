@@ -97,13 +97,11 @@ def _options(given):
         raise Error.of(1201, "nvme_path is not set", "Name a directory on a drive, --pool DIR or OFFLOADD_POOL")
     pools = pools and absolute_paths(pools)
     for pool in pools.split(",") if pools and not is_disabled() else ():
-        if not os.path.isdir(pool.strip()):
+        if not os.path.isdir(pool.strip()) and not pool.startswith("~"):
             raise Error.of(1201, f"nvme_path {pool.strip()} is no directory", "Create it, or correct nvme_path")
     if not (given.ram or options.get("ram") or os.environ.get("OFFLOADD_RAM") or elsewhere.get("ram") or is_disabled()):
         raise Error.of(1002, "ram is not set", "Set it to a size, --ram 8GiB or OFFLOADD_RAM")
     job = given.job or options.get("job") or os.environ.get("OFFLOADD_JOB") or _job_of(given)
-    if not re.fullmatch(r"[A-Za-z0-9_#-][A-Za-z0-9._#-]{0,127}", job):
-        raise Error.of(1002, f'job name "{job}"', "Use letters, digits and . _ - #, at most 128, not beginning with a dot")
     given_here = {"nvme_path": pools, "ram": given.ram, "job": job}
     options |= {key: value for key, value in given_here.items() if value is not None}
     if not is_disabled():

@@ -63,7 +63,8 @@ def absolute_paths(pools):
     if not all(isinstance(each, (str, os.PathLike)) for each in several):
         raise Error.of(1002, f"nvme_path is {pools!r}, which is no path", "Give it a directory, or a list of several")
     given = [os.fspath(each) for each in pools] if isinstance(pools, (list, tuple)) else map(str.strip, os.fspath(pools).split(","))
-    return ",".join(each if not each or os.path.isabs(each) else os.path.join(os.getcwd(), each) for each in given)
+    # The ~ of shells is refused, and no folder of that name.
+    return ",".join(each if not each or each.startswith("~") or os.path.isabs(each) else os.path.join(os.getcwd(), each) for each in given)
 
 
 def reduces_gradients(options):

@@ -697,10 +697,12 @@ def mistaken(said, name, **options):
 
 mistaken("OFD-1002 nvme_path is 3, which is no path.", "number_as_nvme_path", nvme_path=3)
 mistaken("OFD-1201 nvme_path is not set. Name a directory", "list_of_no_nvme_paths", nvme_path=[])
+mistaken('OFD-1002 nvme_path "~/pool" begins with the ~ of shells', "tilde_of_shells", nvme_path="~/pool")
+mistaken("OFD-1002 device is 'gpu0', which is no device of torch", "no_name_of_a_device", device="gpu0")
 mistaken("OFD-1002 unfreeze names an int, which is no parameter.", "number_to_unfreeze", unfreeze=3)
 mistaken("OFD-1604 attach() was given a list of no optimizers.", "list_of_no_optimizers", optimizer=[])
 mistaken("OFD-1601 attach() was given no model.", "no_model", model=[], optimizer=None)
-mistaken("there is a comma with no path on one side of it. Leave it out", "comma_behind_nvme_path", nvme_path="/a,")
+mistaken("has a comma with no path on one side of it. Leave it out", "comma_behind_nvme_path", nvme_path="/a,")
 mistaken("OFD-1201 nvme_path is '/a\\x00/b', which has a NUL byte", "nul_in_nvme_path", nvme_path="/a\0/b")
 mistaken('OFD-1002 job name "".', "empty_job_name", job="")
 mistaken("names /a twice.", "nvme_path_twice", nvme_path="/a,/a")

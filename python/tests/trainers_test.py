@@ -1296,6 +1296,7 @@ def mistakes_in_what_an_untouched_script_is_started_with_are_told_first(run):
                                 (("--pool", run.folder, "--ram", "64MiB", f"{path}.nowhere"), 2, f"there is no file {path}.nowhere"),
                                 (("--pool", run.folder, "--ram", "64XB", path), 1, 'OFD-1002 "64XB" is not a size in bytes'),
                                 (("--pool", run.folder, "--ram", "64MiB", "--job", "a/b", path), 1, 'OFD-1002 job name "a/b"'),
+                                (("--pool", "~/pool", "--ram", "64MiB", path), 1, 'OFD-1002 nvme_path "~/pool" begins with the ~ of shells'),
                                 (("--pool", run.folder, "--ram", "64MiB", "-m"), 2, "-m needs the name of a module")):
         done = subprocess.run([sys.executable, "-m", "offloadd", *given], capture_output=True, text=True, check=False, env=bare)
         assert (done.returncode, done.stdout) == (status, "") and text in done.stderr and "Traceback" not in done.stderr, done

@@ -8,6 +8,7 @@
 #include "base/environment.h"
 #include "base/error.h"
 #include "base/parse_averaging.h"
+#include "base/run_names.h"
 #include "zero3/torch/device_plan.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_status.h"
@@ -53,6 +54,8 @@ bool ServesRaw(const Options& options) {
 uint64_t CheckOptions(const Options& options) {
   ThrowIfError(CheckEnvironment(EnvironmentOfThisProcess()));
   const uint64_t ram_bytes = ValueOrThrow(ParseByteSize(options.ram), "ram");
+  ThrowIfError(CheckJobName(options.job));
+  ValueOrThrow(SplitPools(options.nvme_path));
   DevicePlan(options.gpu_ram, options.device);
   PolicyOf(options);
   ServesRaw(options);
