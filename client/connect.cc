@@ -351,11 +351,10 @@ absl::Status PrivateDaemon::Spawn(const std::string& binary,
   pid_ = pid;
   pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
   if (!pidfd_.valid()) {
-    const absl::Status error =
-        MakeError(ErrorId::kDaemonStart,
-                  absl::StrCat("pidfd_open of process ", pid, ": ", ErrnoText(errno)),
-                  "Allow it in the container's seccomp profile (docker run --security-opt "
-                  "seccomp=FILE); it takes Linux 5.3");
+    const absl::Status error = MakeError(
+        ErrorId::kDaemonStart, absl::StrCat("pidfd_open of process ", pid, ": ", ErrnoText(errno)),
+        "Allow it in the container's seccomp profile (docker run --security-opt "
+        "seccomp=FILE); it takes Linux 5.3");
     ::kill(pid, SIGKILL);
     return error;
   }
