@@ -212,11 +212,14 @@ absl::StatusOr<Connection> MeetStarted(PrivateDaemon daemon) {
   absl::StatusOr<Connection> connection = Meet(std::move(socket));
   if (connection.ok()) {
     connection->private_daemon = std::move(daemon);
-  } else if (ErrorIdOf(connection.status()) == ErrorId::kDaemonLost) {
+    return connection;
+  }
+  if (ErrorIdOf(connection.status()) == ErrorId::kDaemonLost) {
     // It listens before it has all that it serves with.
     const std::string end = daemon.DescribeEnd(kStartTimeoutMilliseconds);
     if (!end.empty()) return EndedAtOnce(end);
   }
+  daemon.Terminate();  // whom it has refused it would wait for
   return connection;
 }
 
@@ -435,6 +438,10 @@ absl::StatusOr<UniqueFd> PrivateDaemon::ConnectWhenReady() {
                                      kStartTimeoutMilliseconds / 1000, " s"));
     }
   }
+}
+
+void PrivateDaemon::Terminate() const {
+  if (valid() && !is_shared_) ::kill(pid_, SIGTERM);
 }
 
 void PrivateDaemon::WaitForEnd() {

@@ -58,6 +58,8 @@ class PrivateDaemon {
   // when it runs.
   std::string DescribeEnd(int timeout_ms);
 
+  // Tells it to end, unless it is shared.
+  void Terminate() const;
   // Waits until it has drained and ended (its socket must be closed before), kills it after two
   // minutes, removes the directory. One that is shared is left to the other ranks.
   void WaitForEnd();

@@ -343,6 +343,7 @@ absl::Status RingClient::TextOf(const CompletionEntry& completion) {
   }
   const ErrorInfo* info = FindError(completion.error);
   const ErrorId id = info == nullptr ? ErrorId::kInternal : info->id;
+  if (id == ErrorId::kDaemonLost) return MakeError(id, "the daemon was told to end (SIGTERM)");
   const absl::Status status =
       MakeError(id, absl::StrCat(std::string(info == nullptr ? "unknown error" : info->text),
                                  " (the daemon that knows more is gone)"));

@@ -20,6 +20,19 @@ listener.listen()
 listener.accept()
 sys.exit(3)
 """
+REFUSING_DAEMON = """#!/usr/bin/env python3
+import signal, socket, sys
+def end(*_):
+    open(sys.argv[0] + ".told", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(sys.argv[sys.argv.index("--socket") + 1])
+listener.listen()
+listener.accept()[0].close()
+while True:
+    signal.pause()
+"""
 TRAIN, OFFLOADD, NO_URING = (os.path.abspath(path) for path in sys.argv[1:4])
 MODEL = ["--params", "1M", "--steps", "2", "--seq", "16", "--batch", "1", "--threads", "1", "--sample", "0", "--seed", "3"]
 MEMORY_GROUPS = [("/sys/fs/cgroup", "memory.max"), ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")]
@@ -228,6 +241,14 @@ class BadInputTest(unittest.TestCase):
             file.write(BRIEF_DAEMON)
         os.chmod(program, 0o700)
         self.refused(self.offloaded(), "OFD-1501", "exit status 3", environment={"OFFLOADD_BINARY": program})
+
+    def test_a_daemon_that_has_refused_its_trainer_is_told_to_end(self):
+        program = os.path.join(self.pool, "refusing")
+        with open(program, "w", encoding="utf-8") as file:
+            file.write(REFUSING_DAEMON)
+        os.chmod(program, 0o700)
+        self.refused(self.offloaded(), "OFD-1801", environment={"OFFLOADD_BINARY": program})
+        self.assertTrue(os.path.exists(program + ".told"), "it was killed after two minutes")
 
     def test_socket_that_nobody_listens_at(self):
         self.refused(self.offloaded(), "OFD-1501", "/none", "without OFFLOADD_SOCKET", environment={"OFFLOADD_SOCKET": "/none"})
