@@ -25,6 +25,7 @@
 #include "swap/building_members.h"
 #include "swap/member_files.h"
 #include "swap/store_impl.h"
+#include "swap/unmounted_drive.h"
 
 namespace offload::swap {
 namespace {
@@ -158,6 +159,9 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
     return MakeError(
         ErrorId::kBadValue,
         absl::StrCat("job '", spec.job, "' is to be laid out anew over several pools"));
+  }
+  if (!options.replaces) {
+    for (const std::string& each : pools) OFFLOAD_RETURN_IF_ERROR(CheckIsMounted(each));
   }
   OFFLOAD_ASSIGN_OR_RETURN(PoolDirectory directory, PoolDirectory::Open(pools.front()));
   StoreUuid uuid;

@@ -249,14 +249,7 @@ StoredModel::Piece StoredModel::ReadAverage(uint32_t store_tensor, uint32_t inde
                 elements * element_bytes);
   }
   const Dtype dtype = DtypeOf(wanted, tensor.dtype);
-  if (is_double && dtype != Dtype::kFloat64) {
-    const auto* wide = reinterpret_cast<const double*>(values_.data());
-    auto* values = reinterpret_cast<float*>(values_.data());
-    for (size_t i = 0; i < count; ++i) {
-      const auto narrow = static_cast<float>(wide[i]);
-      std::memcpy(values + i, &narrow, sizeof(narrow));
-    }
-  }
+  if (is_double && dtype != Dtype::kFloat64) NarrowDoubles(count);
   if (dtype == Dtype::kBFloat16) Narrow(count);
   if (dtype == Dtype::kFloat16) NarrowToHalf(count);
   return std::span<const std::byte>(values_.data(), count * proto::DtypeBytes(dtype));
@@ -285,6 +278,15 @@ void StoredModel::NarrowToHalf(size_t count) {
     float value;
     std::memcpy(&value, values_.data() + i * sizeof(value), sizeof(value));
     const kernels::Half narrow = kernels::ToHalf(value);
+    std::memcpy(values_.data() + i * sizeof(narrow), &narrow, sizeof(narrow));
+  }
+}
+
+void StoredModel::NarrowDoubles(size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    double value;
+    std::memcpy(&value, values_.data() + i * sizeof(value), sizeof(value));
+    const auto narrow = static_cast<float>(value);
     std::memcpy(values_.data() + i * sizeof(narrow), &narrow, sizeof(narrow));
   }
 }

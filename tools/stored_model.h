@@ -102,8 +102,10 @@ class StoredModel {
                            size_t count);
   absl::Status Widen(const proto::StoreTensor& tensor, const swap::ExtentId& residual,
                      size_t count);
+  // Of values_, in place: fp32 to bf16 and to fp16, fp64 to fp32.
   void Narrow(size_t count);
   void NarrowToHalf(size_t count);
+  void NarrowDoubles(size_t count);
 
   std::unique_ptr<swap::Store> store_;
   proto::Catalogue catalogue_;

@@ -245,13 +245,14 @@ absl::Status WeightFile::Read(const FileWeight& weight, uint64_t first_element,
 
 bool SavesAverage(const SaveOptions& options, bool keeps_average) {
   if (options.plane == "weight") return false;
-  if (options.plane == "average" && keeps_average) return true;
-  ThrowStatus(
-      MakeError(ErrorId::kBadValue,
-                absl::StrCat("SaveWeights() of plane \"", options.plane, "\"",
-                             options.plane == "average" ? ", which the job does not keep" : ""),
-                options.plane == "average" ? "Set Options::average when the job is made"
-                                           : "Save \"weight\" or \"average\""));
+  const std::string call = absl::StrCat("SaveWeights() of plane \"", options.plane, "\"");
+  if (options.plane != "average")
+    ThrowStatus(MakeError(ErrorId::kBadValue, call, "Save \"weight\" or \"average\""));
+  if (!keeps_average) {
+    ThrowStatus(MakeError(ErrorId::kBadValue, absl::StrCat(call, ", which the job does not keep"),
+                          "Set Options::average when the job is made"));
+  }
+  return true;
 }
 
 absl::StatusOr<std::unique_ptr<HfCheckpointWriter>> CreateWeightFiles(
