@@ -79,7 +79,8 @@ class InstallTest(unittest.TestCase):
         names = [line.split(maxsplit=2)[2] for line in symbols]
         self.assertTrue(any(name.startswith("offload::Engine::Open(") for name in names), names)
         # The linker shows copies of the C++ library's own inline functions, whatever the script says.
-        foreign = [name for name in names if not re.match(r"(p?(read|write)(64)?|p?(read|write)v(64)?(v?2)?|(send|recv)(msg)?|sendto|recvfrom|fread|fwrite|sigaction|signal|pthread_sigmask|sigprocmask)$|std::|.*offload::|torch::optim::\w+::(step|save|load|state)\(|offload_\w+$", name)]
+        foreign = [name for name in names if not re.match(r"(p?(read|write)(64)?|p?(read|write)v(64)?(v?2)?|(send|recv)(msg)?|sendto|recvfrom|fread|fwrite|sigaction|signal|pthread_sigmask|sigprocmask)$|std::|.*offload::|torch::optim::\w+::(step|save|load|state)\(|torch::nn::Module::(register_parameter|to)\(|"
+                                                            r"torch::serialize::InputArchive::read\(|offload_\w+$", name)]
         self.assertEqual(foreign, [])
         inner = [name for name in names if "zero3::" in name and "NamedOptimizer" not in name]
         self.assertEqual(inner, ["offload::zero3::HomePages::Give(at::Tensor const&)"])  # for liboffload_untouched.so

@@ -47,7 +47,7 @@ class Trainer:
 
     def daemon(self):
         """The pid of the private daemon, or None while there is none."""
-        return child_named(self.process.pid, "offloadd")
+        return private_daemon_of(self.process.pid)
 
     def kill(self, who):
         """Sends SIGKILL to "trainer", "daemon" or "both"."""
@@ -65,18 +65,21 @@ class Trainer:
         return next((line for line in self.lines if line["event"] == "start"), None)
 
 
-def child_named(parent, name):
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
+def private_daemon_of(trainer):
+    """Returns the process id of the private daemon that this process has started, or None while there is none. It is no child of it, but of
+    a process that waits for its end (base/detached_process.h)."""
+    for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open(f"/proc/{entry}/stat", encoding="utf-8") as stat:
-                text = stat.read()
+            with open(f"/proc/{entry}/cmdline", "rb") as file:
+                arguments = file.read().split(b"\0")
+            with open(f"/proc/{entry}/stat", encoding="utf-8") as file:
+                command, rest = file.read().split("(", 1)[1].rsplit(")", 1)
+            with open(f"/proc/{rest.split()[1]}/comm", encoding="utf-8") as file:
+                parent = file.read().rstrip()
         except OSError:
             continue
-        command = text[text.index("(") + 1 : text.rindex(")")]
-        state, owner = text[text.rindex(")") + 2 :].split()[:2]
-        if command == name and int(owner) == parent and state != "Z":
+        if command == "offloadd" and parent == "offloadd-waits" and \
+                (b"--parent-pid", str(trainer).encode()) in zip(arguments, arguments[1:]):
             return int(entry)
     return None
 

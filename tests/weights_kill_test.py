@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 
-from trainer import child_named, wait_until_gone
+from trainer import private_daemon_of, wait_until_gone
 
 VALUES = 8
 SHAPES = {"weight0": [1100, 1024], "weight1": [300], "weight2": [7], "weight3": [512, 512], "weight4": [1000000],
@@ -69,7 +69,7 @@ class Writer:
         return self.lines[-1]
 
     def kill(self, who):
-        daemon = child_named(self.process.pid, "offloadd")
+        daemon = private_daemon_of(self.process.pid)
         if who != "trainer" and daemon is not None:
             os.kill(daemon, signal.SIGKILL)
         if who != "daemon" or daemon is None:

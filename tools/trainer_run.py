@@ -258,8 +258,7 @@ class Run:
         """Returns the process id of the run's private daemon, or None while there is none."""
         if self._daemon is None:
             # Any of the ranks may have started it.
-            self._daemon = next((pid for pid in (child_named(rank.pid, "offloadd") for rank in self._ranks)
-                                 if pid is not None), None)
+            self._daemon = next((pid for pid in (private_daemon_of(rank.pid) for rank in self._ranks) if pid is not None), None)
         return self._daemon
 
     def processes(self):
@@ -312,16 +311,21 @@ def measure_link(options):
     return figures[0] if figures else None
 
 
-def child_named(parent, name):
-    """Returns the process id of the parent's child with that name, or None."""
+def private_daemon_of(trainer):
+    """Returns the process id of the private daemon that this process has started, or None while there is none. It is no child of it, but of
+    a process that waits for its end (base/detached_process.h)."""
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
+            with open(f"/proc/{entry}/cmdline", "rb") as file:
+                arguments = file.read().split(b"\0")
             with open(f"/proc/{entry}/stat", encoding="utf-8") as file:
-                text = file.read()
+                command, rest = file.read().split("(", 1)[1].rsplit(")", 1)
+            with open(f"/proc/{rest.split()[1]}/comm", encoding="utf-8") as file:
+                parent = file.read().rstrip()
         except OSError:
             continue
-        command, rest = text[text.index("(") + 1:text.rindex(")")], text[text.rindex(")") + 2:]
-        if command == name and int(rest.split()[1]) == parent:
+        if command == "offloadd" and parent == "offloadd-waits" and \
+                (b"--parent-pid", str(trainer).encode()) in zip(arguments, arguments[1:]):
             return int(entry)
     return None
 
