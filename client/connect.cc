@@ -20,6 +20,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "base/advice.h"
 #include "base/detached_process.h"
 #include "base/error.h"
 #include "base/status_macros.h"
@@ -356,8 +357,7 @@ absl::Status PrivateDaemon::Spawn(const std::string& binary,
   if (!pidfd_.valid()) {
     const absl::Status error = MakeError(
         ErrorId::kDaemonStart, absl::StrCat("pidfd_open of process ", pid, ": ", ErrnoText(errno)),
-        "Allow it in the container's seccomp profile (docker run --security-opt "
-        "seccomp=FILE); it takes Linux 5.3");
+        absl::StrCat(kSeccompFix, "; it takes Linux 5.3"));
     ::kill(pid, SIGKILL);
     return error;
   }

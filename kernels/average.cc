@@ -1,7 +1,6 @@
 #include "kernels/average.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "kernels/implementation.h"
 
@@ -18,10 +17,8 @@ void MoveBehindSplit(const Implementation& implementation, const AverageStep& st
   for (size_t begin = 0; begin < run.count; begin += kPiece) {
     const size_t count = std::min(kPiece, run.count - begin);
     if (run.weight_dtype == Dtype::kBFloat16) {
-      uint32_t bits[kPiece];
       implementation.merge(static_cast<const uint16_t*>(run.weight) + begin, run.residual + begin,
-                           count, bits, &ties);
-      std::memcpy(master, bits, count * sizeof(float));
+                           count, reinterpret_cast<uint32_t*>(master), &ties);
     } else {
       implementation.merge_half(static_cast<const Half*>(run.weight) + begin,
                                 run.half_residual + begin, count, master);

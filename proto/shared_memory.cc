@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/advice.h"
 #include "base/byte_size.h"
 #include "base/checked.h"
 #include "base/error.h"
@@ -35,9 +36,7 @@ absl::Status SystemError(std::string_view call, int error_number) {
                        "Raise the limit of the size of files (ulimit -f): shared memory is one");
     case EPERM:
     case ENOSYS:
-      return MakeError(ErrorId::kSharedMemory, what,
-                       "Allow it in the container's seccomp profile (docker run --security-opt "
-                       "seccomp=FILE)");
+      return MakeError(ErrorId::kSharedMemory, what, kSeccompFix);
     default:
       return MakeError(ErrorId::kSharedMemory, what);
   }

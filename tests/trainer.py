@@ -4,8 +4,12 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tools"))
+from private_daemon import private_daemon_of  # noqa: E402
 
 
 class Trainer:
@@ -63,25 +67,6 @@ class Trainer:
 
     def start(self):
         return next((line for line in self.lines if line["event"] == "start"), None)
-
-
-def private_daemon_of(trainer):
-    """Returns the process id of the private daemon that this process has started, or None while there is none. It is no child of it, but of
-    a process that waits for its end (base/detached_process.h)."""
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{entry}/cmdline", "rb") as file:
-                arguments = file.read().split(b"\0")
-            with open(f"/proc/{entry}/stat", encoding="utf-8") as file:
-                command, rest = file.read().split("(", 1)[1].rsplit(")", 1)
-            with open(f"/proc/{rest.split()[1]}/comm", encoding="utf-8") as file:
-                parent = file.read().rstrip()
-        except OSError:
-            continue
-        if command == "offloadd" and parent == "offloadd-waits" and \
-                (b"--parent-pid", str(trainer).encode()) in zip(arguments, arguments[1:]):
-            return int(entry)
-    return None
 
 
 def wait_until_gone(pid, seconds=60):

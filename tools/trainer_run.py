@@ -17,6 +17,8 @@ import tempfile
 import threading
 import time
 
+from private_daemon import private_daemon_of
+
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 # A folder of tools/gpu_pack has its programs where a checkout has their sources.
 BUILT = os.path.join(ROOT, "bazel-bin") if os.path.exists(os.path.join(ROOT, "WORKSPACE")) else ROOT
@@ -309,25 +311,6 @@ def measure_link(options):
     except (ValueError, KeyError):
         return None
     return figures[0] if figures else None
-
-
-def private_daemon_of(trainer):
-    """Returns the process id of the private daemon that this process has started, or None while there is none. It is no child of it, but of
-    a process that waits for its end (base/detached_process.h)."""
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{entry}/cmdline", "rb") as file:
-                arguments = file.read().split(b"\0")
-            with open(f"/proc/{entry}/stat", encoding="utf-8") as file:
-                command, rest = file.read().split("(", 1)[1].rsplit(")", 1)
-            with open(f"/proc/{rest.split()[1]}/comm", encoding="utf-8") as file:
-                parent = file.read().rstrip()
-        except OSError:
-            continue
-        if command == "offloadd" and parent == "offloadd-waits" and \
-                (b"--parent-pid", str(trainer).encode()) in zip(arguments, arguments[1:]):
-            return int(entry)
-    return None
 
 
 # ---- memory ------------------------------------------------------------------------------------------
