@@ -8,7 +8,6 @@
 #include <cstdlib>
 #include <mutex>
 #include <optional>
-#include <string_view>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -42,11 +41,6 @@ void TellUnknownVariables() {
       Log().warn("{}", unknown);
     return true;
   }();
-}
-
-bool IsDisabled() {
-  const char* const value = std::getenv("OFFLOADD_DISABLE");
-  return value != nullptr && std::string_view(value) != "" && std::string_view(value) != "0";
 }
 
 // The same arithmetic without a daemon.

@@ -3,19 +3,18 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/intrusive_ptr.h>
 #include <dlfcn.h>
-#include <stdlib.h>
 #include <torch/nn/module.h>
 #include <torch/serialize/input-archive.h>
 
 #include <cstring>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "base/check.h"
+#include "zero3/torch/options_check.h"
 #include "zero3/torch/raw_access.h"
 
 namespace offload::zero3 {
@@ -83,12 +82,7 @@ bool IsInFront() {
   return kIs;
 }
 
-bool MayBeAttached() {
-  const char* const disabled = ::getenv("OFFLOADD_DISABLE");
-  const bool offloads = disabled == nullptr || std::string_view(disabled).empty() ||
-                        std::string_view(disabled) == "0";
-  return offloads && IsInFront();
-}
+bool MayBeAttached() { return !IsDisabled() && IsInFront(); }
 
 // `change` gives parameters other memory, to which nobody may have a pointer yet. One whose storage
 // stays may have pointers into it.

@@ -1,6 +1,8 @@
 #include "zero3/torch/options_check.h"
 
+#include <cstdlib>
 #include <string>
+#include <string_view>
 
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
@@ -37,6 +39,11 @@ ZeroPolicy PolicyOf(const Options& options) {
           .persistence = HintOf("persistence", options.persistence),
           .prefetch = HintOf("prefetch", options.prefetch),
           .max_live = HintOf("max_live", options.max_live)};
+}
+
+bool IsDisabled() {
+  const char* const value = std::getenv("OFFLOADD_DISABLE");
+  return value != nullptr && std::string_view(value) != "" && std::string_view(value) != "0";
 }
 
 Averaging AveragingOf(const Options& options) {

@@ -15,6 +15,9 @@ namespace offload::zero3 {
 // What `ram` is spent on.
 ZeroPolicy PolicyOf(const Options& options);
 
+// OFFLOADD_DISABLE: everything is trained in memory.
+bool IsDisabled();
+
 // What average of the weights the job keeps.
 Averaging AveragingOf(const Options& options);
 
