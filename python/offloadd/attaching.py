@@ -48,9 +48,16 @@ def open_ahead(options):
     if jobs.constructed is not None:
         _check_is_of(jobs.constructed.options, opened.options)
     else:
-        opened._engine = _open_engine(opened.options)
+        opened._engine, opened.is_ahead = _open_engine(opened.options), True
         jobs.constructed = opened
     return jobs.constructed._engine, stored_state(jobs.constructed._engine)[1]
+
+
+def close_ahead():
+    """Where what open_ahead() was for has failed: a job that no attach() has taken, unless the program has opened it itself."""
+    if jobs.constructed is not None and jobs.constructed.is_ahead:
+        opened, jobs.constructed = jobs.constructed, None
+        opened.take().close()
 
 
 def was_made_before(options):
@@ -286,6 +293,7 @@ class init:
 
     def __init__(self, *, nvme_path=None, ram=None, job=None, config=None, **others):
         self.options = of_arguments(nvme_path, ram, job, config, others)
+        self.is_ahead = False  # it is open_ahead()'s
         self._engine = None
         self._constructs_in = None  # the thread
         self._is_built = False

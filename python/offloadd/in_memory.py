@@ -14,7 +14,7 @@ from . import pickled, served, state_hooks, universal
 from .errors import Error
 from .library import Engine
 from .named_tensors import all_named_parameters_of, buffers_of, check_left_out, names_of
-from .optimizer import CopiedAsItWas, after_steps, loss_of, refuse_unless_kept, shaped_as, swap_class
+from .optimizer import CopiedAsItWas, after_steps, have_hooks, loss_of, refuse_unless_kept, shaped_as, swap_class
 from .optimizer_part import check_unscale
 from .options import own_state_of
 from .recipes import is_narrow, parameters_of, recipe_of, step_function
@@ -60,14 +60,19 @@ class _WithMasters(CopiedAsItWas):
 class _StateByParameter(collections.abc.MutableMapping):
     """`optimizer.state`, where it is that of the masters."""
 
-    def __init__(self, optimizer, master_of):
+    def __init__(self, optimizer, master_of, make_master):
         self._optimizer, self._master_of = optimizer, master_of  # that of the masters; parameter -> master
+        self._make_master = make_master
 
     def _master(self, parameter):
         return self._master_of.get(parameter, parameter)
 
+    def _master_to_be(self, parameter):
+        """Also of a parameter that is given a state before it is in a group."""
+        return self._make_master(parameter) if isinstance(parameter, torch.nn.Parameter) else self._master(parameter)
+
     def __getitem__(self, parameter):
-        return self._optimizer.state[self._master(parameter)]
+        return self._optimizer.state[self._master_to_be(parameter)]
 
     def __contains__(self, parameter):
         return self._master(parameter) in self._optimizer.state
@@ -77,7 +82,7 @@ class _StateByParameter(collections.abc.MutableMapping):
         return self._optimizer.state.get(self._master(parameter), default)
 
     def __setitem__(self, parameter, state):
-        self._optimizer.state[self._master(parameter)] = state
+        self._optimizer.state[self._master_to_be(parameter)] = state
 
     def __delitem__(self, parameter):
         del self._optimizer.state[self._master(parameter)]
@@ -108,7 +113,7 @@ class Masters:
             if parameter in optimizer.state:  # Adagrad's, from the beginning
                 self._optimizer.state[master] = {key: self._widened(value) for key, value in optimizer.state[parameter].items()}
         self._begin_sums()
-        self.states = _StateByParameter(self._optimizer, self._master_of)
+        self.states = _StateByParameter(self._optimizer, self._master_of, self._master)
 
     def _begin_sums(self):
         """Adagrad's of no step, which were rounded to the type of the parameter."""
@@ -356,6 +361,7 @@ class Handle:
                 self._averages.check(optimizer, models)
             if _has_narrow(optimizer) and not hasattr(optimizer, "_masters") and not recipe_of(optimizer, models).is_foreign:
                 give_masters(optimizer)
+            have_hooks(optimizer)
             after_steps(optimizer, functools.partial(self._end_step, optimizer))
 
     def _end_step(self, optimizer):

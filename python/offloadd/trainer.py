@@ -475,6 +475,7 @@ def _patch_trainer():
             return begin(self, callback, resume_from_checkpoint, *args, **kwargs)
         finally:
             position.leave(self)
+            attaching.close_ahead()
 
     def begin(self, callback, resume_from_checkpoint, *args, **kwargs):
         if args or isinstance(resume_from_checkpoint, (str, os.PathLike)):

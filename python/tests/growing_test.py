@@ -303,9 +303,9 @@ class Points(torch.nn.Module):
             setattr(self, group["name"], group["params"][0])
 
 
-@case(**ROOM)
+@case(types=("fp32", "bf16"), memory=ROOM["memory"])
 def rows_that_come_and_go_with_their_moments(run):
-    model = seeded(0, Points)
+    model = seeded(0, Points).to(run.dtype)
     optimizer = model.optimizer()
     run.attach(model, optimizer)
     told = []
@@ -313,7 +313,7 @@ def rows_that_come_and_go_with_their_moments(run):
     def train_points(first, end):
         for step in range(first, end):
             x, y = batch(step)
-            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss = torch.nn.functional.cross_entropy(model(x.to(run.dtype)).float(), y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

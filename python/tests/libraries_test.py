@@ -1,5 +1,6 @@
 """Modules and optimizers of other libraries, whose classes have methods of their own in place of torch's."""
 
+import collections
 import copy
 import sys
 
@@ -86,6 +87,22 @@ def optimizer_around_another_is_refused(run):
     if not run.offloaded:
         return None
     run.attach(model, optimizer)
+
+
+class AroundWithHooks(Around):
+    """As timm's lookahead: it has by itself what torch's constructor would have made for hooks."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = collections.OrderedDict(), collections.OrderedDict()
+
+
+@case(**FP32)
+def steps_of_an_optimizer_that_torch_has_not_constructed_are_counted(run):
+    model = run.model()
+    optimizer = AroundWithHooks(torch.optim.AdamW(model.parameters(), 1e-3))
+    handle = run.attach(model, optimizer)
+    return run.train(model, optimizer), handle.step
 
 
 if __name__ == "__main__":

@@ -128,6 +128,33 @@ class TellsOfAnother(transformers.Trainer):
 by_callback("callback_that_is_given_another_model", cls=TellsOfAnother)
 
 
+@case(types=("fp32",), memory=("floor",))
+def begun_anew_in_another_job_where_the_first_attempt_failed(run):
+    """In a notebook: what was wrong is mended, and the job has another name. The first one may be there or not."""
+    if not run.offloaded:
+        return None
+    model = run.make(llama)
+    for job in ("first", "first", "second"):
+        callback = offloadd.TrainerCallback(nvme_path=run.folder, ram="64MiB", job=job)
+        arguments = transformers.TrainingArguments(os.path.join(run.folder, "out"), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=2,
+                                                   logging_steps=1, save_strategy="no")
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Data() if job == "second" else [], callbacks=[callback])
+        trainer.remove_callback(transformers.PrinterCallback)
+        if job == "second":
+            trainer.train()
+            assert callback.handle.job == "second" and callback.handle.step == 2
+            callback.close()
+            continue
+        try:
+            trainer.train()
+        except ValueError as error:
+            assert "num_samples" in str(error), error
+        else:
+            raise AssertionError("no data")
+        offloadd.attach(built := run.make(llama), torch.optim.SGD(built.parameters(), 0.1), nvme_path=run.folder, ram="64MiB", job="beside").close()
+    return None
+
+
 @case(**FP32)
 def optimizers_argument(run):
     model = run.make(llama)
