@@ -11,7 +11,8 @@ import weakref
 
 import torch
 
-from . import beneath, followers, in_memory, jobs, lightning_position, lightning_teardown, pickled, safetensors_files, served, universal
+from . import beneath, followers, in_memory, jobs, lightning_position, lightning_ranks, lightning_teardown, pickled, safetensors_files, served, \
+    universal
 from .attachable import check_model, refuse_wrappers, to_unfreeze
 from .eager import run_as_before, run_eagerly
 from .errors import Error
@@ -113,6 +114,7 @@ class Handle(Grows, jobs.OfProcess):
         self._versions = {}  # after the last step of this run
         self.last_step = 0  # when it was closed
         self.has_loaded_weights = False
+        self.has_trainer = False  # which writes checkpoints, and goes on with the job where they say
         self._attach(models, unfreeze, beside)
         self.begun_at = self.step  # when it was attached
         self._places, self._has_told_of_places = self._places_now(), False
@@ -432,6 +434,10 @@ class Handle(Grows, jobs.OfProcess):
         """Whether all moments, twice, are little beside the memory budget."""
         plan = self.plan()
         return plan["state_bytes"] * 4 <= self.statistics()["budget_bytes"]
+
+    def leads_from_checkpoints(self):
+        """Whether who writes them goes on with the job, so that they need not have moments that are many."""
+        return self.has_trainer or lightning_ranks.trainer_of(self.models) is not None
 
     def mark(self):
         """What a checkpoint says of the job. One that is written between moments that were loaded and the next step is not of the job's step."""

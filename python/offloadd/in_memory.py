@@ -15,7 +15,7 @@ from .errors import Error
 from .library import Engine
 from .named_tensors import all_named_parameters_of, buffers_of, check_left_out, names_of
 from .optimizer import CopiedAsItWas, after_steps, have_hooks, loss_of, refuse_unless_kept, shaped_as, swap_class
-from .optimizer_part import check_unscale
+from .optimizer_part import check_unscale, is_cast_of, masters_in
 from .options import own_state_of
 from .recipes import is_narrow, parameters_of, recipe_of, step_function
 
@@ -105,6 +105,7 @@ class Masters:
 
     def __init__(self, cls, optimizer):
         self._master_of, self._seen = {}, {}
+        self._given = []  # (parameter, master) of a checkpoint that was loaded since the last step
         self.unscale = None  # as Part's
         self._optimizer = cls.__new__(cls)
         state = {"defaults": optimizer.defaults, "state": collections.defaultdict(dict), "param_groups": self._groups(optimizer)}
@@ -155,6 +156,7 @@ class Masters:
     def step(self, optimizer):
         check_unscale(self.unscale)
         self._follow(optimizer)
+        self._take_given()
         for parameter, master in self._pairs(optimizer):
             if master is parameter:
                 continue
@@ -186,8 +188,12 @@ class Masters:
             state.update({key: value.float() for key, value in state.items() if isinstance(value, torch.Tensor) and is_narrow(value)})
 
     def state_dict(self, optimizer):
+        """With the masters beside torch's, as Part.state_dict()."""
         self._follow(optimizer)
-        return self._optimizer.state_dict()
+        whole = self._optimizer.state_dict()
+        numbered = enumerate(self._pairs(optimizer))
+        masters = {index: master.detach() for index, (parameter, master) in numbered if master is not parameter and self._optimizer.state.get(master)}
+        return {**whole, "offloadd": {"masters": masters}}
 
     def load_state_dict(self, optimizer, state_dict):
         self._follow(optimizer)
@@ -199,6 +205,19 @@ class Masters:
                 self.replace(parameter, master, state_dict["state"][key]["master"])
         for theirs, ours in zip(optimizer.param_groups, self._optimizer.param_groups):
             theirs.update({key: value for key, value in ours.items() if key != "params"})
+        self.note_masters(masters_in(state_dict, optimizer))
+
+    def note_masters(self, masters):
+        """As Part's."""
+        self._given = masters
+
+    def _take_given(self):
+        """As Part._take_masters()."""
+        given, self._given = self._given, []
+        if all(is_cast_of(parameter, value) for parameter, value in given):
+            for parameter, value in given:
+                self._master_of[parameter].copy_(value)
+                self.see(parameter)
 
     @torch.no_grad()
     def replace(self, parameter, master, value):

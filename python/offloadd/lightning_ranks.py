@@ -23,8 +23,10 @@ def process_of_several():
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def _trainer_of(models):
+def trainer_of(models):
     """That which fits a module with one of these in it, or None."""
+    if not any(each in sys.modules for each in _PACKAGES):
+        return None
     mine = {id(each) for model in models for each in model.modules()}
     for each in gc.get_objects():
         if issubclass(type(each), torch.nn.Module) and each.__dict__.get("_trainer") is not None and type(each._trainer).__module__.startswith(_PACKAGES) \
@@ -41,9 +43,9 @@ def _is_numbered(options):
 
 def options_in(models, options, is_untouched=False):
     """Those of attach(), with what Lightning knows of ranks. `is_untouched`: the script does not call attach() itself."""
-    if is_disabled() or not any(each in sys.modules for each in _PACKAGES) or process_of_several() is None:
+    if is_disabled() or process_of_several() is None:
         return options
-    trainer = _trainer_of(models)
+    trainer = trainer_of(models)
     if trainer is None or trainer.world_size < 2:
         return options
     strategy, added = trainer.strategy, {}

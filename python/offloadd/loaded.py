@@ -48,14 +48,14 @@ class Loaded:
         is_further = attaching.open_ahead(options)[0].step_count() > 0
         return cls(module, optimizers, beside) if (is_loaded if is_further else attaching.was_made_before(options)) else None
 
-    def take(self, handle):
-        """Has the job go on with it."""
+    def take(self, handle, masters):
+        """Has the job go on with it, unless it is there; returns whether it was not. `masters`: of each optimizer those that the checkpoint had."""
         written = [(tensor, value) for tensor, value in self._values if not _is_equal(tensor, value)]
         if not written and all(_has_moments(handle, optimizer, state) for optimizer, state in self._states) and \
                 all(foreign.is_there() for foreign in self._foreign):
             if handle.step:
                 _log.warning("offloadd: job %s continues after %d steps, where the script's checkpoint is", handle.job, handle.step)
-            return
+            return False
         # Also where they are equal: the masters that the job has of them are those of another step.
         narrow = [(tensor, value) for tensor, value in self._values if tensor.requires_grad and value.dtype in (torch.bfloat16, torch.float16)]
         known = {id(tensor) for tensor, _ in written}
@@ -63,11 +63,12 @@ class Loaded:
         if any(isinstance(value, str) for _, states in self._states for state in states.values() for value in state.values()):
             raise Error.of(1602, f"the script has loaded a checkpoint of another step than job {handle.job}, which is at step {handle.step}, and the "
                                  "checkpoint says only where the moments are",
-                           "Let the script begin without its checkpoint: the job continues at its last step. Checkpoints hold the moments where "
-                           "these are less than a quarter of ram")
+                           "Let the script begin without its checkpoint: the job continues at its last step. Checkpoints of models on a device, and "
+                           "of Hugging Face's and Lightning's Trainer, hold the moments where these are less than a quarter of ram")
         if handle.step:
             _log.warning("offloadd: job %s is at step %d, and goes on with what the script has loaded%s", handle.job, handle.step,
-                         ": its 16-bit weights are the masters now, and its moments are rounded as they are" if narrow else "")
+                         "" if {id(tensor) for tensor, _ in narrow} <= {id(p) for its in masters for p, _ in its} else
+                         ": its 16-bit weights are the masters now, and its moments are rounded as they are")
         else:
             _log.warning("offloadd: job %s ended before its first step, and begins with what the script has now", handle.job)
         with torch.no_grad():
@@ -77,6 +78,7 @@ class Loaded:
             optimizer._offload_part.replace(states)
         for foreign in self._foreign:
             foreign.give()
+        return True
 
 
 class _Foreign:

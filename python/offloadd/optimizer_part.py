@@ -6,6 +6,7 @@ import itertools
 import torch
 from torch.optim.optimizer import _get_scalar_dtype
 
+from . import served
 from .errors import Error, class_of
 from .optimizer import forget_former_steps, offloaded_class, refuse_unless_kept, swap_class, wrap_again
 from .optimizer_state import STEP, ParameterState, StateOfAll, is_of_another, refuse_write
@@ -34,6 +35,18 @@ def _is_elsewhere(state):
     return any(isinstance(value, str) for value in state.values())
 
 
+def is_cast_of(weight, master):
+    """Whether a narrow weight is that of an fp32 master."""
+    return weight.shape == master.shape and torch.equal(weight, master.to(weight))
+
+
+def masters_in(state_dict, optimizer):
+    """[(parameter, its master)] of narrow weights, as Part.state_dict() has put them there."""
+    masters = (state_dict.get("offloadd") or {}).get("masters") or {}
+    keys = dict.fromkeys(itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+    return [(parameter, masters[key]) for key, parameter in zip(keys, parameters_of(optimizer)) if key in masters and is_narrow(parameter)]
+
+
 def _is_same(value, other):
     """Of two entries of a state; numbers may be tensors."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -55,6 +68,7 @@ class Part:
         self._moments_at = None  # the job's step when moments were given to it, which are part of the next one
         self._begun_at, self._versions = 0, []  # the job's step and the parameters' versions when it was attached
         self._moments_of = None  # another step of the job, whose moments were loaded beside its own weights
+        self._given_masters = []  # (parameter, master) of a checkpoint whose state was loaded since the last step
         self.is_loading = False
         self._state = StateOfAll(self)
         self._begun = {}  # ids of parameters, in the order in which torch would have begun their states
@@ -192,6 +206,7 @@ class Part:
         self.check_groups()
         self.take_what_came()
         self._check_weights_are_loaded()
+        self._take_masters()
         check_unscale(self.unscale)
         values = self.group_values()
         self._check_momentum(values)
@@ -396,10 +411,15 @@ class Part:
         self._state.end()
 
     def state_dict(self, whole):
-        """torch's, where the state fits memory well; else with a text in place of each tensor, which no other optimizer can load."""
+        """torch's, and beside it what is the job's: which it is, and masters of narrow weights. Where the state is large, tensors are gathered when
+        somebody asks for their values; or there is a text in the place of each, which no other optimizer can load (leads_from_checkpoints())."""
         mark = self.handle.mark()
-        if self.handle.is_state_small():
-            whole["state"] = {index: dict(state.items()) for index, state in whole["state"].items()}  # as in torch, what changes with steps
+        if not self._is_text():
+            is_small = self.handle.is_state_small()
+            # As in torch, what changes with steps.
+            whole["state"] = {index: dict(state.items()) if is_small else state.late() for index, state in whole["state"].items()}
+            masters = self._masters_by_index()
+            mark = {**mark, "masters": masters} if masters else mark
         else:
             text = f"in the store of offloadd's job {mark['job']}, at step {mark['step']}"
             whole["state"] = {
@@ -408,6 +428,28 @@ class Part:
             }
         whole["offloadd"] = mark
         return whole
+
+    def _is_text(self):
+        if self.handle.is_state_small():
+            return False
+        return self.handle.leads_from_checkpoints() or any(parameter.device.type != "cpu" for parameter in parameters_of(self.optimizer))
+
+    def _masters_by_index(self):
+        """Numbered as in torch's dictionary: of those that a step has made others than the weights."""
+        numbered = enumerate(dict.fromkeys(parameters_of(self.optimizer)))
+        return {index: self._state.late(parameter, "master") for index, parameter in numbered
+                if is_narrow(parameter) and parameter.device.type == "cpu" and self.handle.update_count(parameter)}
+
+    def note_masters(self, masters):
+        """Those of a checkpoint, masters_in(), for the next step."""
+        self._given_masters = masters
+
+    def _take_masters(self):
+        """Where the weights are that checkpoint's, too: they may have been loaded before its state or after it."""
+        given, self._given_masters = self._given_masters, []
+        if given and all(is_cast_of(served.copy_of(parameter), master) for parameter, master in given):
+            for parameter, master in given:
+                self.write(parameter, "master", master)
 
     # ---- State from memory ----
 
@@ -439,6 +481,7 @@ class Part:
         self._planes_at = {id(group): (group, dict.fromkeys(planes)) for group, planes in zip(self.optimizer.param_groups, had)}
         if replaces:
             self.replace(states)
+            self.note_masters(masters_in(state_dict, self.optimizer))
         else:
             self._state.replaced(states)  # by equal ones: what somebody has of the former ones follows no more
         self._begun = dict.fromkeys(id(parameter) for parameter, state in states.items() if state)
@@ -539,7 +582,9 @@ class Part:
             if state.keys() != here.keys():
                 return True
             for name, value in state.items():
-                if not isinstance(value, str) and not _is_same(value, here[name]):
+                if isinstance(value, str) or self._state.is_shown(parameter, name, value):
+                    continue
+                if not _is_same(value, here[name]):
                     return True
         return False
 

@@ -4,11 +4,13 @@ writes into them, puts in their place or removes is the state that the next step
 import collections
 import collections.abc
 import copy
+import mmap
 import sys
 import weakref
 
 import torch
 
+from . import served
 from .errors import Error, class_of
 
 STEP = "step"  # the key under which torch counts a parameter's updates
@@ -17,6 +19,8 @@ STEP = "step"  # the key under which torch counts a parameter's updates
 _WRITTEN_BYTES_MAX = 64 << 20
 
 _OWN_REFERENCES = 3  # to a ParameterState: the dictionary's, a name's and the question's
+
+_MAP_NORESERVE = 0x4000  # of Linux, which Python's module does not name before 3.13
 
 _IN_ALL_RANKS = "Change it in what state_dict() gives, and load_state_dict() that in all ranks"
 
@@ -36,10 +40,25 @@ class ShownState(torch.Tensor):
             shown._place = place
         return shown
 
+    @staticmethod
+    def late(parameter, place):
+        """The same of a moment of a parameter, gathered when its values are first asked for; torch.save() asks for one after the other, and
+        keeps none. Until then it has addresses, and no memory."""
+        kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        memory = mmap.mmap(-1, parameter.numel() * kind.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        with torch.inference_mode(False), torch.no_grad():
+            values = torch.frombuffer(memory, dtype=kind).as_strided(parameter.size(), parameter.stride())
+            shown = torch.Tensor._make_subclass(ShownState, values)
+            shown._place = place
+        return shown
+
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function in _ALIASES:
             return args[0]
+        if function in _DESCRIPTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
         if function == torch.Tensor.data.__set__:
             return args[0].copy_(args[1]) if args[1] is not args[0] else None
         with torch._C.DisableTorchFunctionSubclass():
@@ -62,11 +81,21 @@ class ShownState(torch.Tensor):
         return format(self.clone(), form)
 
     def __reduce_ex__(self, protocol):
+        with torch._C.DisableTorchFunctionSubclass():
+            is_whole = not self._is_view()
+            if is_whole and self._place.is_late() and served.is_saving():
+                return served.pickled_later(self.as_subclass(torch.Tensor), protocol, self._place.gather)
         return self.clone().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo):
         return self.clone()
 
+
+# What says nothing of the values.
+_DESCRIPTIONS = {getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda",
+                                                                  "is_sparse", "is_meta", "nbytes", "itemsize")}
+_DESCRIPTIONS |= {getattr(torch.Tensor, name) for name in ("size", "stride", "dim", "numel", "nelement", "element_size", "storage_offset", "is_contiguous",
+                                                           "is_floating_point", "is_complex", "__len__")}
 
 _ALIASES = {torch.Tensor.data.__get__, torch.Tensor.detach}  # which have a version of their own, or are no views
 
@@ -106,14 +135,31 @@ def is_of_another(value, state):
 class _Place:
     """Where the job has what a ShownState shows, and when it was looked at."""
 
-    def __init__(self, state, parameter, key):
-        self._state, self.parameter, self.key, self._age = weakref.ref(state), parameter, key, state.age()
+    def __init__(self, state, parameter, key, is_late=False):
+        self._state, self.parameter, self.key = weakref.ref(state), parameter, key
+        self._age = None if is_late else state.age()
 
     def state(self):
         return self._state()
 
-    def refresh(self, shown):
+    def is_late(self):
+        """Whether nobody has asked for the values yet."""
+        return self._age is None
+
+    def gather(self):
+        """The values of one that is late, in memory of their own."""
+        return self._of_open().gather(self.parameter, self.key)
+
+    def _of_open(self):
         state = self._state()
+        if state is None or not state.is_open():
+            raise Error.of(1802, f"{self.key} of a state_dict(), of which nobody had asked for the values when its job was closed: moments of more than a "
+                                 "quarter of ram are gathered when they are asked for",
+                           "Save it, or copy.deepcopy() it, before the job is closed")
+        return state
+
+    def refresh(self, shown):
+        state = self._of_open() if self.is_late() else self._state()
         if state is not None and state.is_open():
             self.refresh_from(state, shown)
 
@@ -170,6 +216,10 @@ class ParameterState(dict):
 
     def values(self):
         return [self[key] for key in self]
+
+    def late(self):
+        """An ordinary dictionary of it, whose tensors are gathered when somebody asks for their values."""
+        return {key: self._state.late(self._parameter, key) for key in self}
 
     def ordinary(self):
         """A dictionary of tensors that are nobody else's."""
@@ -277,6 +327,15 @@ class StateOfAll(collections.defaultdict):
             shown._place.refresh(shown)
         return shown
 
+    def late(self, parameter, key):
+        """The same, gathered when somebody asks for the values."""
+        if key == STEP or self.is_written(parameter, key) or not parameter.numel():
+            return self.shown(parameter, key)
+        shown = self._shown.get((id(parameter), key))
+        if shown is None:
+            shown = self._shown[id(parameter), key] = ShownState.late(parameter, _Place(self, parameter, key, is_late=True))
+        return shown
+
     def write(self, parameter, values):
         """What the job takes before its next step."""
         if self._part.handle.world_size > 1:
@@ -339,7 +398,7 @@ class StateOfAll(collections.defaultdict):
         """Before the job is closed: what somebody has of it stays as it is now."""
         for parameter_id, key in list(self._shown):
             shown = self._shown.get((parameter_id, key))
-            if shown is not None:
+            if shown is not None and not shown._place.is_late():
                 self._leave(shown._place.parameter, key)
 
     def drop(self, parameters):

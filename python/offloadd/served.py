@@ -255,7 +255,18 @@ def _over_a_copy(tensor, copies, clone=torch.clone):
     return made.requires_grad_(tensor.requires_grad)
 
 
-_saves = threading.local()  # .tensors: those of whose storages torch.save() is told now, by these
+_saves = threading.local()  # .bytes_of: storages that torch.save() is told of now -> what gives one with their bytes
+
+
+def is_saving():
+    """Whether torch.save() asks for what it writes."""
+    return getattr(_saves, "bytes_of", None) is not None
+
+
+def pickled_later(tensor, protocol, values):
+    """tensor.__reduce_ex__() in torch.save(), which writes what `values()` gives, a tensor in the same order, when it comes to its storage."""
+    _saves.bytes_of[storage_of(tensor)] = lambda: values().untyped_storage()
+    return tensor.__reduce_ex__(protocol)
 
 
 def _pickled(original):
@@ -263,10 +274,10 @@ def _pickled(original):
     def call(self, protocol):
         if not managed(self):
             return original(self, protocol)
-        tensors = getattr(_saves, "tensors", None)
-        if tensors is None or self.device.type != "cpu":
+        if not is_saving() or self.device.type != "cpu":
             return original(_over_a_copy(self, _copied, _in_memory), protocol)
-        tensors[storage_of(self)] = self.detach()
+        values = self.detach()
+        _saves.bytes_of[storage_of(self)] = lambda: _over_a_copy(values, {}, _in_memory).untyped_storage()
         return original(self, protocol)
 
     return call
@@ -275,12 +286,12 @@ def _pickled(original):
 class _Records:
     """The file that torch.save() writes one storage after the other into; of those that are offloaded, a copy meanwhile."""
 
-    def __init__(self, file, tensors):
-        self._file, self._tensors = file, tensors
+    def __init__(self, file, bytes_of):
+        self._file, self._bytes_of = file, bytes_of
 
     def write_record(self, name, data, *size):
-        tensor = self._tensors.get(data._cdata) if isinstance(data, torch.UntypedStorage) else None
-        return self._file.write_record(name, data if tensor is None else _over_a_copy(tensor, {}, _in_memory).untyped_storage(), *size)
+        of_offloaded = self._bytes_of.get(data._cdata) if isinstance(data, torch.UntypedStorage) else None
+        return self._file.write_record(name, data if of_offloaded is None else of_offloaded(), *size)
 
     def __getattr__(self, name):
         return getattr(self._file, name)
@@ -291,11 +302,11 @@ def _one_after_the_other(original):
 
     @functools.wraps(original)
     def call(obj, zip_file, *args, **kwargs):
-        outer, _saves.tensors = getattr(_saves, "tensors", None), {}
+        outer, _saves.bytes_of = getattr(_saves, "bytes_of", None), {}
         try:
-            return original(obj, _Records(zip_file, _saves.tensors), *args, **kwargs)
+            return original(obj, _Records(zip_file, _saves.bytes_of), *args, **kwargs)
         finally:
-            _saves.tensors = outer
+            _saves.bytes_of = outer
 
     return call
 

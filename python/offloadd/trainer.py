@@ -123,6 +123,7 @@ class TrainerCallback(transformers.TrainerCallback):
         if not is_disabled() and recipe_of(optimizer).is_foreign:
             optimizer._offload_has_options = True  # those of the step that it goes on after
         self.handle = attaching.attach(model, optimizer, **self.options)
+        self.handle.has_trainer = True
         self._first_job = self._first_job or self.handle.job
         self._training, self.begins_anew, self._is_again = self._training + self.begins_anew, False, False
         self._scheduler = lr_scheduler

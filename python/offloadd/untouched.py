@@ -13,7 +13,7 @@ import weakref
 import torch
 from torch._guards import active_fake_mode
 
-from . import attaching, jobs, lightning_ranks
+from . import attaching, given, jobs, lightning_ranks, mapped_files
 from .errors import class_of
 from .kinds import are_together
 from .library import is_disabled
@@ -151,6 +151,7 @@ class Watch:
         self._waiting = {}  # classes of optimizers, by their ids, while only modules that share parameters with an open job were called
         self._attaches_itself = False  # the script
         self._loaded = weakref.WeakSet()  # optimizers whose load_state_dict() was called
+        self._given = given.Given()
         self._given_weights = weakref.WeakSet()  # modules
 
     def begin(self):
@@ -171,6 +172,7 @@ class Watch:
             return load_state_dict(self, *args, **kwargs)
 
         torch.nn.Module.load_state_dict = load
+        mapped_files.serve()
         os.register_at_fork(before=self._before_fork, after_in_child=self._after_fork)
         jobs.note_those_of_forks()
 
@@ -186,6 +188,7 @@ class Watch:
         self._tell_of_late(optimizer)
         self._order.append(weakref.ref(optimizer))
         self._within.clear()
+        optimizer.register_load_state_dict_pre_hook(self._given.note)
         optimizer.register_load_state_dict_post_hook(self._note_loaded)
         if served_class_of(type(optimizer)) is not None:
             _run_closure_first(type(optimizer))
@@ -283,19 +286,34 @@ class Watch:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             options, called = {"gradients": "reduced_by_trainer", **options}, module.module
         beside = _modules_beside(module, chosen)
+        masters = [self._given.give_back(each) for each in chosen]
         loaded = Loaded.before(module, chosen, options, any(each in self._loaded for each in chosen), beside)
         handle = attaching.attach(module, chosen, _beside=beside, **options)
         if loaded is not None:
-            loaded.take(handle)
-        elif handle.step and any(not mine.isdisjoint(map(id, each.parameters())) for each in self._given_weights):
+            goes_on_with_them = loaded.take(handle, masters)
+        else:
+            goes_on_with_them = handle.step == 0
+            self._tell_where_it_goes_on(handle, mine)
+        if goes_on_with_them:
+            self._give_masters(chosen, masters)
+        if handle.step:
+            self._tell_of_copies(handle, [] if loaded is not None else [called, *beside])
+
+    def _tell_where_it_goes_on(self, handle, mine):
+        """With what the job has, since the script has loaded nothing, or weights alone."""
+        if handle.step and any(not mine.isdisjoint(map(id, each.parameters())) for each in self._given_weights):
             _log.warning("offloadd: job %s continues after %d steps, with its own weights: those that the script has loaded came without its "
                          "optimizer's state, and are not taken. To begin with them name another job (--job), or remove this one, offloadctl rm "
                          "%s %s --yes; to go on at a checkpoint, have the script load its optimizer's state, too", handle.job, handle.step,
                          handle.nvme_path, handle.job)
         elif handle.step:
             _log.warning("offloadd: job %s continues after %d steps", handle.job, handle.step)
-        if handle.step:
-            self._tell_of_copies(handle, [] if loaded is not None else [called, *beside])
+
+    @staticmethod
+    def _give_masters(optimizers, masters):
+        for optimizer, its in zip(optimizers, masters):
+            if its:
+                (optimizer._masters if is_disabled() else optimizer._offload_part).note_masters(its)
 
     def _is_within(self, module):
         """Its parameters were looked through with those of what it is in, at that one's call."""

@@ -1,6 +1,7 @@
 """What an optimizer has kept in memory goes into a job: attached after it has stepped, or loaded from a checkpoint."""
 
 import copy
+import hashlib
 import os
 import pickle
 import resource
@@ -369,11 +370,17 @@ def loaded_state_is_dropped_without_a_step(run):
     return run.train(model, optimizer, first=2), copied_states_of(optimizer)
 
 
+def as_of_a_trainer(handle):
+    """Its state is large, and checkpoints lead to the job."""
+    handle.is_state_small, handle.has_trainer = lambda: False, True
+    return handle
+
+
 @case(refused=1602, **REFUSED)
 def checkpoint_without_its_moments_is_refused(run):
     model = run.model()
     optimizer = fused(model.parameters())
-    run.attach(model, optimizer).is_state_small = lambda: False
+    as_of_a_trainer(run.attach(model, optimizer))
     run.train(model, optimizer)
     state = optimizer.state_dict()
     run.train(model, optimizer, first=3)
@@ -384,7 +391,7 @@ def checkpoint_without_its_moments_is_refused(run):
 def optimizer_with_moments_elsewhere_is_refused(run):
     model = run.model()
     optimizer = fused(model.parameters())
-    run.attach(model, optimizer).is_state_small = lambda: False
+    as_of_a_trainer(run.attach(model, optimizer))
     run.train(model, optimizer)
     other = run.make(Transformer)
     plain = fused(other.parameters())
@@ -396,8 +403,7 @@ def optimizer_with_moments_elsewhere_is_refused(run):
 def optimizer_with_moments_in_its_job(run):
     model = run.model()
     optimizer = fused(model.parameters())
-    handle = run.attach(model, optimizer, job="elsewhere")
-    handle.is_state_small = lambda: False
+    as_of_a_trainer(run.attach(model, optimizer, job="elsewhere"))
     told = run.train(model, optimizer)
     if run.offloaded:
         state = optimizer.state_dict()
@@ -408,6 +414,90 @@ def optimizer_with_moments_in_its_job(run):
         optimizer.load_state_dict(state)
         run.attach(model, optimizer, job="elsewhere")
     return told + run.train(model, optimizer, first=3), copied_states_of(optimizer)
+
+
+def goes_back(run, take, weights_are_first=True):
+    """To a checkpoint of before, whose state is large."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    run.attach(model, optimizer).is_state_small = lambda: False
+    told = run.train(model, optimizer)
+    weights, state = take(run, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}).values()
+    told += run.train(model, optimizer, first=3)
+    steps = [lambda: model.load_state_dict(weights), lambda: optimizer.load_state_dict(state)]
+    for step in steps if weights_are_first else reversed(steps):
+        step()
+    again = run.train(model, optimizer, first=3)
+    assert again == told[-len(again):]
+    return told + again, copied_states_of(optimizer)
+
+
+def through_a_file(run, whole):
+    path = os.path.join(run.folder, "whole.pt")
+    torch.save(whole, path)
+    return torch.load(path)
+
+
+@case
+def goes_back_to_a_file(run):
+    return goes_back(run, through_a_file)
+
+
+@case
+def goes_back_to_a_file_weights_last(run):
+    return goes_back(run, through_a_file, weights_are_first=False)
+
+
+@case
+def goes_back_to_a_copy(run):
+    return goes_back(run, lambda run, whole: copy.deepcopy(whole))
+
+
+@case
+def goes_back_to_a_pickle(run):
+    return goes_back(run, lambda run, whole: pickle.loads(pickle.dumps(whole)))
+
+
+@case(**FP32)
+def large_state_in_a_file_is_that_of_plain_torch(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    run.attach(model, optimizer).is_state_small = lambda: False
+    run.train(model, optimizer)
+    whole = optimizer.state_dict()
+    whole.pop("offloadd", None)
+    path = os.path.join(run.folder, "state.pt")
+    torch.save(whole, path)
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
+@case(**FP32)
+def large_state_is_seen_and_followed(run):
+    """Shapes without values, values as they are after further steps, and what has not been looked at when the job is closed."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    handle = run.attach(model, optimizer)
+    handle.is_state_small = lambda: False
+    run.train(model, optimizer)
+    states = optimizer.state_dict()["state"]
+    seen = [[(list(value.shape), str(value.dtype), value.numel()) for value in state.values()] for state in states.values()]
+    moment, unseen = states[0]["exp_avg"], states[1]["exp_avg"]
+    seen.append(moment.tolist())
+    run.train(model, optimizer, first=3)
+    seen.append((moment.tolist(), (moment * 2).sum().item()))
+    run.models.clear()
+    if run.offloaded:
+        run.handles.pop().close()
+        seen.append(moment.tolist())
+        try:
+            unseen.sum()
+            assert False, "it was gathered from a job that is closed"
+        except offloadd.Error as error:
+            assert error.id == 1802, error
+    else:
+        seen.append(moment.tolist())
+    return seen
 
 
 @case

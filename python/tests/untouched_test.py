@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 
 from battery import case, main
 from programs import Programs, run_fresh, write_script
@@ -443,6 +445,79 @@ def optimizer_that_another_holds_is_not_told_of(run):
     assert is_attached == run.offloaded
     assert "goes on beside" not in messages, messages
     return told
+
+
+# Moments of 48 MiB: more than a quarter of ram, and a file that is mapped when it is loaded.
+ITS_OWN_CHECKPOINT = """
+import json, os, signal, sys, torch
+path, kill_at, dtype = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(2048, 1024), torch.nn.Tanh(), torch.nn.Linear(1024, 2048)).to(dtype)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+begin = 0
+if os.path.exists(path):
+    kept = torch.load(path)
+    optimizer.load_state_dict(kept["optimizer"])
+    model.load_state_dict(kept["model"])
+    begin = kept["step"]
+losses = []
+for step in range(begin, 8):
+    x = torch.randn(4, 2048, generator=torch.Generator().manual_seed(step)).to(dtype)
+    loss = (model(x) - x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+    if step + 1 in (2, 5):
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, path)
+    if step == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+print(json.dumps([losses[-2:], [p.double().sum().item() for p in model.parameters()], model[0].weight[0].tolist()]))
+"""
+
+
+def wait_until_no_daemon(trainer):
+    """That of a process that was killed drains, and holds the store until it has."""
+    own = f"--parent-pid\0{trainer}\0".encode()
+    while any(own in each for each in map(_arguments_of, filter(str.isdigit, os.listdir("/proc")))):
+        time.sleep(0.05)
+
+
+def _arguments_of(process):
+    try:
+        with open(f"/proc/{process}/cmdline", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def goes_on_at_its_own_checkpoint(name, dtype, kills, begins_anew=False):
+    """A case: the script is killed behind its checkpoint, and goes on there as if it had not been; also with masters and moments of 16-bit
+    weights, and in a job that knows nothing of it."""
+
+    def function(run):
+        path = os.path.join(run.folder, "kept.pt")
+        launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB")
+        environment = {} if run.offloaded else {"OFFLOADD_DISABLE": "1"}
+        for kill_at in kills if run.offloaded else ():
+            killed = programs.start_script(run.folder, ITS_OWN_CHECKPOINT, path, str(kill_at), dtype, launcher=launcher)
+            assert killed.wait() == -signal.SIGKILL
+            wait_until_no_daemon(killed.pid)
+            launcher += ("--job", f"behind-{kill_at}") if begins_anew else ()
+        script = write_script(run.folder, ITS_OWN_CHECKPOINT)
+        done = programs.start(*launcher, script, path, "-1", dtype, **environment, OMP_NUM_THREADS="1")
+        text, errors = done.communicate()
+        assert done.returncode == 0, errors
+        assert "rounded" not in errors, errors
+        return json.loads(text.splitlines()[-1])
+
+    function.__name__ = name
+    case(function, **ONE)
+
+
+goes_on_at_its_own_checkpoint("its_own_checkpoint_with_many_moments", "float32", [3, 6])
+goes_on_at_its_own_checkpoint("its_own_checkpoint_with_many_moments_bf16", "bfloat16", [3, 4, 6])
+goes_on_at_its_own_checkpoint("its_own_checkpoint_in_a_new_job_bf16", "bfloat16", [3, 6], begins_anew=True)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ std::string WhyNoTier(const TierConditions& conditions) {
   if (conditions.world_size > 1) return "the job has several ranks";
   if (!kernels::SupportsDeviceUpdate(conditions.optimizer))
     return absl::StrCat("devices have no kernel of ", ToAbsl(conditions.optimizer.name()));
+  if (conditions.optimizer.averaging().is_on())
+    return absl::StrCat("average is ", conditions.optimizer.averaging().Text(),
+                        ", which moves where the daemon updates");
   return "";
 }
 

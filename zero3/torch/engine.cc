@@ -47,10 +47,7 @@ void TellUnknownVariables() {
 class InMemoryEngine final : public Engine {
  public:
   explicit InMemoryEngine(const Options& options)
-      : destination_(DestinationOf(options.device)), averaging_(AveragingOf(options)) {
-    if (averaging_.is_on() && destination_.has_value())
-      ThrowStatus(AverageStays(averaging_, "device \"" + options.device + "\""));
-  }
+      : destination_(DestinationOf(options.device)), averaging_(AveragingOf(options)) {}
 
   std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
                                                          ParameterGroups groups,

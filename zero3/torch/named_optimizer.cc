@@ -116,9 +116,9 @@ void CheckKeeps(const kernels::OptimizerSpec& kept, const kernels::OptimizerSpec
 absl::Status AverageStays(const Averaging& averaging, const std::string& what) {
   return MakeError(
       ErrorId::kUnsupportedOptimizer, absl::StrCat("average is ", averaging.Text(), ", and ", what),
-      "An average moves with every update that the daemon makes of weights in the memory of the "
-      "host, from the first one on. Leave the option out and average in the trainer, or train with "
-      "AdamW, Adam, SGD, Adagrad, RMSprop, Lion or LAMB, dense gradients and a new optimizer");
+      "An average moves with every update that the daemon makes, from the first one on. Leave the "
+      "option out and average in the trainer, or train with AdamW, Adam, SGD, Adagrad, RMSprop, "
+      "Lion or LAMB, dense gradients and a new optimizer");
 }
 
 kernels::OptimizerSpec SpecOfAll(const NamedOptimizer& optimizer,

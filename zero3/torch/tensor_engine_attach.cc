@@ -271,8 +271,6 @@ void TensorEngine::CheckRam(const std::vector<Parameter>& more,
 void TensorEngine::PlanForDevice(const Parameter& parameter, const PlanInput& input,
                                  const kernels::OptimizerSpec& optimizer) {
   const c10::Device device = device_plan_.TrainedOn(parameter.tensor.device());
-  if (!device.is_cpu())
-    CheckAverages(absl::StrCat("parameter ", Quoted(parameter.name), " is on ", device.str()));
   if (!device.is_cpu() && input.gradients_reduced) {
     // What communicates on streams of its own would write after the operator was launched.
     ThrowUnsupported(parameter.name,
