@@ -444,7 +444,8 @@ class Part:
         given, self._given_masters = self._given_masters, []
         if given and all(is_cast_of(served.copy_of(parameter), master) for parameter, master in given):
             for parameter, master in given:
-                self.write(parameter, "master", master)
+                if not torch.equal(self.handle.gather_stored(parameter, "master"), master.cpu()):
+                    self.write(parameter, "master", master)
 
     # ---- State from memory ----
 
@@ -474,9 +475,9 @@ class Part:
         finally:
             self.is_loading = False
         self._planes_at = {id(group): (group, dict.fromkeys(planes)) for group, planes in zip(self.optimizer.param_groups, had)}
+        self.note_masters(masters_in(state_dict, self.optimizer))
         if replaces:
             self.replace(states)
-            self.note_masters(masters_in(state_dict, self.optimizer))
         else:
             self._state.replaced(states)  # by equal ones: what somebody has of the former ones follows no more
         self._begun = dict.fromkeys(id(parameter) for parameter, state in states.items() if state)
