@@ -603,7 +603,7 @@ void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer&
     engine.AttachInProcess(module, groups, spec);
   }
   auto inner = std::make_shared<InMemoryOptimizer>(groups, std::move(named));
-  engine.AddForeign(number, /*commits_itself=*/true, has_masters ? inner : nullptr);
+  engine.AddForeign(number, /*commits_itself=*/true, inner, has_masters);
   if (!states.empty()) inner->ReplaceState(states);
   MapOf(own).clear();
   const auto commit = [weak = engine.weak_from_this(), number](Optimizer& stepped) {
