@@ -38,6 +38,7 @@ constexpr Variable kVariables[] = {
     {"OFFLOADD_DEVICE"},
     {"OFFLOADD_DISABLE", Takes::kChoice, "0|1|true|yes|on"},
     {"OFFLOADD_FAULT_POINT"},
+    {"OFFLOADD_FROM_FIRST_USE"},
     {"OFFLOADD_GPU_PEERS", Takes::kChoice, "off|always"},
     {"OFFLOADD_GPU_RAM"},
     {"OFFLOADD_IO", Takes::kChoice, kIoChoices},

@@ -65,6 +65,65 @@ void TrainClassifier(Run& run, Classifier& model, optim::Optimizer& own, uint64_
   }
 }
 
+// Points that are pruned and split while they are trained: other tensors take the places of all
+// parameters, in the module and in their groups, and each begins with the rows of the optimizer's
+// state that are its.
+struct Points : nn::Module {
+  explicit Points(const Run& run) {
+    register_parameter("place", run.Noise(5, {kInner, 16}));
+    register_parameter("colour", run.Noise(6, {kInner, kWidth}));
+  }
+  Tensor forward(const Tensor& x) {
+    const Tensor near = torch::softmax(x.mm(parameters_["place"].t()), 1);
+    return near.mm(parameters_["colour"]);
+  }
+  void Replace(optim::Optimizer& own, const Tensor& rows, size_t kept) {
+    const torch::NoGradGuard no_grad;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const Tensor old = parameters_.values()[i];
+      const Tensor made = old.index_select(0, rows).requires_grad_(true);
+      auto& states = own.state();
+      const auto& state =
+          static_cast<const optim::AdamParamState&>(*states.at(old.unsafeGetTensorImpl()));
+      const auto select = [&](const Tensor& values) {
+        const Tensor selected = values.index_select(0, rows);
+        selected.slice(0, static_cast<int64_t>(kept)).zero_();
+        return selected;
+      };
+      auto next = std::make_unique<optim::AdamParamState>();
+      next->step(state.step());
+      next->exp_avg(select(state.exp_avg()));
+      next->exp_avg_sq(select(state.exp_avg_sq()));
+      states.erase(old.unsafeGetTensorImpl());
+      states[made.unsafeGetTensorImpl()] = std::move(next);
+      own.param_groups()[i].params() = {made};
+      parameters_[parameters_.keys()[i]] = made;
+    }
+  }
+};
+
+void ReplacePointsWithTheirState(Run& run) {
+  auto model = std::make_shared<Points>(run);
+  std::vector<optim::OptimizerParamGroup> groups;
+  for (const Tensor& parameter : model->parameters())
+    groups.emplace_back(std::vector<Tensor>{parameter});
+  optim::Adam own(groups, optim::AdamOptions(1e-2));
+  auto engine = run.Open();
+  engine->Attach(*model, own);
+  for (uint64_t batch = 0; batch < 4; ++batch) {
+    const Tensor loss = Mean(model->forward(run.Noise(batch, {6, 16})) - 1);
+    loss.backward();
+    own.step();
+    own.zero_grad();
+    run.See(loss);
+    if (batch == 1) {
+      const Tensor kept = torch::arange(3, 500);
+      model->Replace(own, torch::cat({kept, torch::arange(40)}), 497);
+    }
+  }
+  run.See(*model);
+}
+
 void AddAWiderHead(Run& run) {
   auto model = std::make_shared<Classifier>(run);
   auto own = Adam(model->parameters());
@@ -229,6 +288,7 @@ Programs GrowthPrograms() {
          run.See(*behind);
        }},
       {"a_head_with_the_name_of_another", AddAWiderHead},
+      {"points_replaced_with_their_state", ReplacePointsWithTheirState},
       {"a_head_replaced_before_its_first_use",
        [](Run& run) { ReplaceTheHeadAtOnce(run, /*goes_on=*/false); }},
       {"a_head_replaced_where_a_job_goes_on",

@@ -230,6 +230,10 @@ Programs PhasePrograms() {
            of_biases->zero_grad();
            run.See(loss);
          }
+         for (const Tensor& weight : weights) run.See(engine->Gather(weight, "exp_avg"));
+         for (const Tensor& bias : biases) run.See(engine->Gather(bias, "momentum_buffer"));
+         for (const Tensor& parameter : model->parameters())
+           run.See(engine->Gather(parameter, "master"));
          run.See(*model);
        }},
       // A group's parameters that were frozen stand before those that were not.

@@ -451,18 +451,21 @@ void PowerIteration(const Arguments& arguments) {
   };
   const auto model = std::make_shared<Normed>();
   SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9));
-  for (int step = 0; step < arguments.loops.front(); ++step) {
-    {
-      const torch::NoGradGuard no_grad;
-      const Tensor next = model->layer->weight.mv(model->layer->weight.t().mv(model->u));
-      model->u.copy_(next / next.norm());
+  for (const int steps : arguments.loops) {
+    for (int step = 0; step < steps; ++step) {
+      torch::manual_seed(100 + step);
+      {
+        const torch::NoGradGuard no_grad;
+        const Tensor next = model->layer->weight.mv(model->layer->weight.t().mv(model->u));
+        model->u.copy_(next / next.norm());
+      }
+      const Tensor norm = model->u.dot(model->layer->weight.mv(model->u));
+      const Tensor loss = (model->layer->forward(torch::randn({4, 64})) / norm).square().mean();
+      loss.backward();
+      optimizer.step();
+      optimizer.zero_grad();
+      PrintStep(step, loss);
     }
-    const Tensor norm = model->u.dot(model->layer->weight.mv(model->u));
-    const Tensor loss = (model->layer->forward(torch::randn({4, 64})) / norm).square().mean();
-    loss.backward();
-    optimizer.step();
-    optimizer.zero_grad();
-    PrintStep(step, loss);
   }
 }
 
@@ -558,18 +561,57 @@ void EmbeddingOfLargestNorm(const Arguments& arguments) {
 void EditedFirst(const Arguments& arguments) {
   Linear model(64, 64);
   SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2));
-  for (int step = 0; step < arguments.loops.front(); ++step) {
-    if (arguments.weights == "masked_first") {
-      const torch::NoGradGuard no_grad;
-      model->weight.mul_(0.9);
-    } else {
-      model->weight.data().clamp_(-0.1, 0.1);
+  for (const int steps : arguments.loops) {
+    for (int step = 0; step < steps; ++step) {
+      if (arguments.weights == "masked_first") {
+        const torch::NoGradGuard no_grad;
+        model->weight.mul_(0.9);
+      } else {
+        model->weight.data().clamp_(-0.1, 0.1);
+      }
+      optimizer.zero_grad();
+      const Tensor loss = Loss(model, step);
+      loss.backward();
+      optimizer.step();
+      PrintStep(step, loss);
     }
-    optimizer.zero_grad();
-    const Tensor loss = Loss(model, step);
-    loss.backward();
-    optimizer.step();
-    PrintStep(step, loss);
+  }
+}
+
+// A reinforcement learner: what its policy does without gradients, in one of torch's two ways, and
+// with running statistics of what it sees, it learns from afterwards.
+struct Policy : torch::nn::Module {
+  Policy() {
+    register_module("act", act);
+    seen = register_buffer("seen", torch::zeros({64}));
+  }
+  Tensor forward(const Tensor& x) { return act(x - seen); }
+  Linear act{64, 8};
+  Tensor seen;
+};
+void Rollout(const Arguments& arguments) {
+  Policy policy;
+  torch::optim::Adam optimizer(policy.parameters(), torch::optim::AdamOptions(1e-2));
+  for (const int steps : arguments.loops) {
+    for (int step = 0; step < steps; ++step) {
+      torch::manual_seed(100 + step);
+      const Tensor x = torch::randn({4, 64});
+      Tensor taken;
+      if (arguments.weights == "rollout") {
+        const torch::NoGradGuard no_grad;
+        policy.seen.lerp_(x.mean(0), 0.1);
+        taken = policy.forward(x).argmax(1);
+      } else {
+        const c10::InferenceMode inference;
+        taken = policy.forward(x).argmax(1);
+      }
+      const Tensor chances = torch::log_softmax(policy.forward(x), 1);
+      const Tensor loss = -(chances.gather(1, taken.clone().unsqueeze(1)) * x.sum(1, true)).mean();
+      optimizer.zero_grad();
+      loss.backward();
+      optimizer.step();
+      PrintStep(step, loss);
+    }
   }
 }
 
@@ -737,6 +779,8 @@ int main(int argc, char** argv) {
       {"assigned_gradients", AssignedGradients},
       {"masked_first", EditedFirst},
       {"limited_first", EditedFirst},
+      {"rollout", Rollout},
+      {"rollout_of_inference", Rollout},
       {"embedding_of_largest_norm", EmbeddingOfLargestNorm},
       {"pieces_computed_anew", PiecesComputedAnew},
       {"environment", Environment},

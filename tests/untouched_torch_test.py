@@ -292,6 +292,16 @@ class UntouchedTest(unittest.TestCase):
             shutil.rmtree(self.pool)
             os.mkdir(self.pool)
 
+    def test_the_job_is_there_from_the_first_use_on_when_asked(self):
+        for name in ("rollout", "rollout_of_inference", "power_iteration", "masked_first", "limited_first"):
+            plain = call(TRAINERS["oddities"], "4,4", self.file("plain"), name).steps()
+            self.assertEqual(len(plain), 8, name)
+            for at in (0, 4):
+                result = self.oddity(name, options=["--job", name, "--resume", "--from-first-use"])
+                self.assertEqual((result.code, result.steps()), (0, plain[at:at + 4]), name + result.error)
+                self.assertNotIn("before the job's took their place", result.error, name)
+        self.assertEqual(self.oddity("rollout", options=["--from-first-use"]).code, 2)
+
     def test_nothing_is_said_of_weights_where_a_pass_begins_with_gradients(self):
         self.check_oddity("own_function")
         self.assertNotIn("weights were read or changed", self.oddity("own_function", options=["--resume"]).error)

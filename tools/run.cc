@@ -72,6 +72,13 @@ class RunCommand : public Command {
         ->envname("OFFLOADD_JOB");
     app.add_flag("--resume", resume_, "go on with the job where there is one")
         ->always_capture_default(false);
+    app.add_flag(
+           "--from-first-use", from_first_use_,
+           "with --resume: the job's weights take the place of the program's before the first "
+           "operator that uses one, also without gradients (a rollout, a target network), and "
+           "not before the first with gradients")
+        ->always_capture_default(false)
+        ->needs("--resume");
     app.add_option("--born-above", born_above_,
                    "a size, such as 64MiB: parameters of at least that leave memory as soon as "
                    "the program makes them; none: when it begins to train");
@@ -132,6 +139,7 @@ class RunCommand : public Command {
     ::setenv("OFFLOADD_RAM", ram_.c_str(), 1);
     ::setenv("OFFLOADD_JOB", job_.c_str(), 1);
     if (resume_) ::setenv("OFFLOADD_RESUME", "1", 1);
+    if (from_first_use_) ::setenv("OFFLOADD_FROM_FIRST_USE", "1", 1);
     if (!born_above_.empty()) ::setenv("OFFLOADD_BORN_ABOVE", born_above_.c_str(), 1);
     std::vector<char*> arguments;
     for (const std::string& word : command_) arguments.push_back(const_cast<char*>(word.c_str()));
@@ -150,7 +158,7 @@ class RunCommand : public Command {
 
   std::string pool_, ram_, job_, born_above_;
   std::vector<std::string> command_;
-  bool resume_ = false;
+  bool resume_ = false, from_first_use_ = false;
 };
 
 }  // namespace

@@ -447,10 +447,23 @@ size_t ModuleEngine::NextForeign(const std::string& optimizer) {
 }
 
 void ModuleEngine::AddForeign(size_t number, bool commits_itself,
-                              const std::shared_ptr<InMemoryOptimizer>& with_masters) {
+                              const std::shared_ptr<InMemoryOptimizer>& in_process,
+                              bool has_masters) {
   foreign_.at(number).commits_itself = commits_itself;
-  foreign_.at(number).with_masters = with_masters;
+  foreign_.at(number).in_process = in_process;
+  if (has_masters) foreign_.at(number).with_masters = in_process;
   tensors_->AddForeign(number, foreign_.at(number).optimizer, commits_itself);
+}
+
+// Of what is updated in this process the daemon has the weight only.
+torch::Tensor ModuleEngine::Gather(const torch::Tensor& parameter, const std::string& plane) {
+  for (auto foreign = foreign_.rbegin(); foreign != foreign_.rend(); ++foreign) {
+    const std::shared_ptr<InMemoryOptimizer> in_process = foreign->in_process.lock();
+    if (plane != "weight" && parameter.defined() && in_process != nullptr &&
+        in_process->StateOf(parameter) != nullptr)
+      return in_process->Gather(parameter, plane);
+  }
+  return tensors_->Gather(parameter, plane);
 }
 
 bool ModuleEngine::HasForeign(size_t number) const {

@@ -90,9 +90,11 @@ class ModuleEngine final : public Engine {
   bool HasForeign(size_t number) const;
   // The number of the next that runs in this process.
   size_t NextForeign(const std::string& optimizer);
-  // The job knows of it from now on. `with_masters`: one of ours behind it, or null.
+  // The job knows of it from now on. `in_process`: one of ours behind it, or null; `has_masters`:
+  // of 16-bit parameters.
   void AddForeign(size_t number, bool commits_itself,
-                  const std::shared_ptr<InMemoryOptimizer>& with_masters = nullptr);
+                  const std::shared_ptr<InMemoryOptimizer>& in_process = nullptr,
+                  bool has_masters = false);
   // Whether an optimizer keeps other planes than the job's, which can run in this process then.
   bool IsOfOtherKind(const kernels::OptimizerSpec& optimizer) const;
   // Takes part like AttachForeign, with an optimizer of ours whose state is in memory.
@@ -115,9 +117,7 @@ class ModuleEngine final : public Engine {
   int64_t Checkpoint() override { return tensors_->Checkpoint(); }
   void SetTrainerState(std::string blob) override { tensors_->SetTrainerState(std::move(blob)); }
   std::string TrainerState() const override { return tensors_->trainer_state(); }
-  torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) override {
-    return tensors_->Gather(parameter, plane);
-  }
+  torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) override;
   void SetInitialWeights(std::string path, LoadOptions options) override {
     tensors_->SetInitialWeights(std::move(path), std::move(options));
   }
@@ -162,11 +162,13 @@ class ModuleEngine final : public Engine {
 
   const std::shared_ptr<TensorEngine> tensors_;
   struct Foreign {
-    std::string optimizer;                          // its class
-    std::weak_ptr<InMemoryOptimizer> with_masters;  // which its own file does not have
-    bool commits_itself = false;                    // libtorch's own
-    bool has_told = false;                          // why what it keeps is not the job's
-    size_t file_bytes = 0;                          // of what it kept last
+    std::string optimizer;                        // its class
+    std::weak_ptr<InMemoryOptimizer> in_process;  // one of ours, which keeps its state
+    std::weak_ptr<InMemoryOptimizer>
+        with_masters;             // the same, whose masters its file does not have
+    bool commits_itself = false;  // libtorch's own
+    bool has_told = false;        // why what it keeps is not the job's
+    size_t file_bytes = 0;        // of what it kept last
   };
   std::vector<Foreign> foreign_;  // by their numbers
   const int64_t begun_at_;        // the step that the job was at when this process opened it

@@ -332,9 +332,11 @@ void Show(Optimizer& own, Attached& attached) {
   ShowState(own, KeeperOf(attached), attached.shown, KeyOf(attached));
 }
 
+// With its groups: the trainer may have put there what a parameter keeps that only they have.
 void TakeBack(Optimizer& own, Attached& attached) {
-  if (attached.inner != nullptr)
-    TakeBackState(own, KeeperOf(attached), attached.shown, KeyOf(attached));
+  if (attached.inner == nullptr) return;
+  CopyGroups(own, *attached.inner);
+  TakeBackState(own, KeeperOf(attached), attached.shown, KeyOf(attached));
 }
 
 // What the trainer holds of it has the values of now.
@@ -385,7 +387,6 @@ void Update(Optimizer& own, Attached& attached) {
         "Destroy the other one before, or name every parameter in the groups of one optimizer"));
   }
   TakeBack(own, attached);
-  CopyGroups(own, *attached.inner);
   if (gained.empty()) return;
   const Left left = OfProcess().Inherit(*attached.engine, gained);
   const bool begins_anew = !left.all.empty() && SucceedsAnew(*attached.engine);
@@ -487,10 +488,7 @@ void Save(const Optimizer* own, torch::serialize::OutputArchive& archive, SaveFu
   TakeBack(object, *attached);
   {
     const Lent lent(object, attached);
-    if (attached->inner != nullptr) {
-      CopyGroups(object, *attached->inner);
-      SetState(object, KeeperOf(*attached).GatherState());
-    }
+    if (attached->inner != nullptr) SetState(object, KeeperOf(*attached).GatherState());
     next(own, archive);
   }
   FollowHeld(object, *attached);
@@ -605,7 +603,7 @@ void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer&
     engine.AttachInProcess(module, groups, spec);
   }
   auto inner = std::make_shared<InMemoryOptimizer>(groups, std::move(named));
-  engine.AddForeign(number, /*commits_itself=*/true, has_masters ? inner : nullptr);
+  engine.AddForeign(number, /*commits_itself=*/true, inner, has_masters);
   if (!states.empty()) inner->ReplaceState(states);
   MapOf(own).clear();
   const auto commit = [weak = engine.weak_from_this(), number](Optimizer& stepped) {

@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <cxxabi.h>
 #include <sys/mman.h>
 #include <torch/nn/modules/embedding.h>
@@ -245,6 +246,7 @@ void Say(const std::string& text) { std::fprintf(stderr, "offloadctl run: %s\n",
 Watch::Watch()
     : options_(Options::FromEnvironment()),
       resumes_(std::getenv("OFFLOADD_RESUME") != nullptr),
+      from_first_use_(std::getenv("OFFLOADD_FROM_FIRST_USE") != nullptr),
       has_attached_(MakeShared()) {
   const char* const size = std::getenv("OFFLOADD_BORN_ABOVE");
   if (size == nullptr) return;
@@ -443,8 +445,9 @@ void Watch::BeforeOperator(const char* name, c10::ArrayRef<const c10::IValue> in
   OrEnd([this] { Attach(); });
 }
 
-// Of a run that goes on: it computes with weights that the job's replace. An initialisation writes
-// its first input, and looks at the others.
+// Of a run that goes on: it computes with weights that the job's replace, or replace here where the
+// user says so (--from-first-use). An initialisation writes its first input, and looks at the
+// others.
 void Watch::NoteLook(const char* name, c10::ArrayRef<const c10::IValue> inputs) {
   static constexpr std::string_view kInitialises[] = {"aten::copy_",    "aten::fill_",
                                                       "aten::normal_",  "aten::random_",
@@ -457,13 +460,21 @@ void Watch::NoteLook(const char* name, c10::ArrayRef<const c10::IValue> inputs) 
   if (!lock.owns_lock()) return;
   const auto inputs_looked_at = initialises ? inputs.slice(1) : inputs;
   const auto looks = [this](const at::Tensor& tensor) { return registered_.HasMemoryOf(tensor); };
-  has_looked_ = std::any_of(inputs_looked_at.begin(), inputs_looked_at.end(),
-                            [&looks](const c10::IValue& input) {
-                              if (input.isTensor()) return looks(input.toTensor());
-                              if (!input.isTensorList()) return false;
-                              const std::vector<at::Tensor> tensors = input.toTensorVector();
-                              return std::any_of(tensors.begin(), tensors.end(), looks);
-                            });
+  const bool looks_now = std::any_of(
+      inputs_looked_at.begin(), inputs_looked_at.end(), [&looks](const c10::IValue& input) {
+        if (input.isTensor()) return looks(input.toTensor());
+        if (!input.isTensorList()) return false;
+        const std::vector<at::Tensor> tensors = input.toTensorVector();
+        return std::any_of(tensors.begin(), tensors.end(), looks);
+      });
+  if (!looks_now) return;
+  if (!from_first_use_ || state_ != State::kWatching) {
+    has_looked_ = true;
+    return;
+  }
+  const Inside here;
+  const c10::InferenceMode ordinary(false);  // what the attach makes is used with gradients later
+  OrEnd([this] { Attach(); });
 }
 
 void Watch::BeforeEdge(const at::Tensor& tensor) {
@@ -534,11 +545,13 @@ void Watch::Attach() {
   if (begun_at_ > 0 && wrote_buffers) {
     Say("buffers were written without gradients before the job's took their place: where a first "
         "forward pass did that (the power iteration of a spectral norm), its loss differs from "
-        "that of a run that was not interrupted (docs/attach_reference.md)");
+        "that of a run that was not interrupted. --from-first-use lets it begin with the job's "
+        "(docs/attach_reference.md)");
   } else if (begun_at_ > 0 && has_looked_) {
     Say("weights were read or changed without gradients before the job's took their place: where a "
-        "first forward pass begins with that (a target network, a momentum encoder, masks), its "
-        "loss differs from that of a run that was not interrupted (docs/attach_reference.md)");
+        "first forward pass begins with that (a rollout, a target network, a momentum encoder, "
+        "masks), its loss differs from that of a run that was not interrupted. "
+        "--from-first-use lets it begin with the job's (docs/attach_reference.md)");
   }
   for (const Seen& seen : optimizers_) SayMasters(seen);
   std::atexit([] { Watch::OfProcess().Commit(); });

@@ -7,9 +7,9 @@
 // The model is attached when an operator with gradients touches a registered tensor for the first
 // time while there is an optimizer: until then initialisation, loading of weights and evaluation
 // run in memory as ever, and what a job has replaces their result just before the first use that
-// counts. With a size in OFFLOADD_BORN_ABOVE, parameters of at least so many bytes leave memory as
-// soon as they are registered, as those that are made under an InitGuard, and are initialised where
-// they are.
+// counts. With OFFLOADD_FROM_FIRST_USE a run that goes on counts uses without gradients, too. With
+// a size in OFFLOADD_BORN_ABOVE, parameters of at least so many bytes leave memory as soon as they
+// are registered, as those that are made under an InitGuard, and are initialised where they are.
 //
 // What cannot be served ends the program with the reason, exit status 1: it would otherwise
 // train in memory while its user believes that it does not.
@@ -137,7 +137,7 @@ class Watch {
   void CloseEngine();
 
   const Options options_;
-  const bool resumes_;
+  const bool resumes_, from_first_use_;
   std::atomic<bool>* const has_attached_;  // forked children share it
   std::mutex mutex_;
   std::atomic<State> state_ = State::kWatching;
