@@ -47,6 +47,7 @@ void Detach(int report) {
     const pid_t child = ::fork();
     if (child > 0) ReportEnd(child, report);
     // Also where there is no child: the end of this one is not reported then.
+    WriteReport(report, ::getppid());
     WriteReport(report, ::getpid());
   }
   ::close(report);

@@ -6,9 +6,10 @@
 //   parent ── starts ──► program ── Detach() ──► a waiting process ──► the program, from here on
 //                        (ends at once)          (ends with it)
 //
-// The parent has the reading end of a pipe, in which it finds the number of the process in which
-// the program goes on, then, when that has ended, the status that wait() would have given: the
-// waiting process does nothing but wait for it. A pipe that ends before says nothing more.
+// The parent has the reading end of a pipe, in which it finds the numbers of the waiting process
+// and of that in which the program goes on, then, when that has ended, the status that wait() would
+// have given: the waiting process does nothing but wait for it. A pipe that ends before says
+// nothing more.
 //
 // Thread safety: Detach() is called while the process has one thread.
 #pragma once

@@ -178,6 +178,11 @@ bool WaitUntilEnded(int pidfd, std::chrono::steady_clock::time_point deadline) {
   return count > 0;
 }
 
+// Not valid where it has ended, or the system refuses it.
+UniqueFd OpenProcess(pid_t pid) {
+  return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+}
+
 // Of a child that has ended or is about to; missing when somebody else has.
 std::optional<int> Reap(pid_t child) {
   int status = 0;
@@ -353,7 +358,7 @@ absl::Status PrivateDaemon::Spawn(const std::string& binary,
     return StartError(absl::StrCat("\"", binary, "\" cannot be run: ", ErrnoText(error)));
   }
   pid_ = pid;
-  pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+  pidfd_ = OpenProcess(pid);
   if (!pidfd_.valid()) {
     const absl::Status error = MakeError(
         ErrorId::kDaemonStart, absl::StrCat("pidfd_open of process ", pid, ": ", ErrnoText(errno)),
@@ -369,6 +374,7 @@ PrivateDaemon::PrivateDaemon(PrivateDaemon&& other) noexcept
       is_child_(other.is_child_),
       pid_(std::exchange(other.pid_, -1)),
       pidfd_(std::move(other.pidfd_)),
+      waiting_pidfd_(std::move(other.waiting_pidfd_)),
       report_(std::move(other.report_)),
       directory_(std::exchange(other.directory_, {})),
       end_(std::exchange(other.end_, {})) {}
@@ -380,6 +386,7 @@ PrivateDaemon& PrivateDaemon::operator=(PrivateDaemon&& other) noexcept {
   is_child_ = other.is_child_;
   pid_ = std::exchange(other.pid_, -1);
   pidfd_ = std::move(other.pidfd_);
+  waiting_pidfd_ = std::move(other.waiting_pidfd_);
   report_ = std::move(other.report_);
   directory_ = std::exchange(other.directory_, {});
   end_ = std::exchange(other.end_, {});
@@ -388,12 +395,15 @@ PrivateDaemon& PrivateDaemon::operator=(PrivateDaemon&& other) noexcept {
 
 bool PrivateDaemon::Follow(int timeout_ms) {
   if (!is_child_ || !report_.valid()) return false;
-  const std::optional<int32_t> number = ReadReport(report_.get(), timeout_ms);
+  const std::optional<int32_t> waiting = ReadReport(report_.get(), timeout_ms);
+  if (!waiting.has_value()) return false;
+  const std::optional<int32_t> number = ReadReport(report_.get(), kReportTimeoutMilliseconds);
   if (!number.has_value()) return false;
   Reap(pid_);  // it has started the process that writes, and ends
   is_child_ = false;
   pid_ = *number;
-  pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0)));  // none: it has ended
+  pidfd_ = OpenProcess(pid_);
+  waiting_pidfd_ = OpenProcess(*waiting);
   return true;
 }
 
@@ -411,6 +421,7 @@ bool PrivateDaemon::HasEnded(int timeout_ms) {
   } else {
     const std::optional<int32_t> status = ReadReport(report_.get(), kReportTimeoutMilliseconds);
     end_ = status.has_value() ? EndText(*status) : "unknown: who waited for it has ended";
+    ReapAdopted();
   }
   return true;
 }
@@ -433,7 +444,7 @@ absl::StatusOr<UniqueFd> PrivateDaemon::ConnectWhenReady() {
       return EndedAtOnce(end_);
     }
     if (Clock::now() >= deadline) {
-      Kill();
+      Signal(SIGKILL);
       return StartError(absl::StrCat("the private daemon did not listen within ",
                                      kStartTimeoutMilliseconds / 1000, " s"));
     }
@@ -441,24 +452,42 @@ absl::StatusOr<UniqueFd> PrivateDaemon::ConnectWhenReady() {
 }
 
 void PrivateDaemon::Terminate() const {
-  if (valid() && !is_shared_) ::kill(pid_, SIGTERM);
+  if (valid() && !is_shared_) Signal(SIGTERM);
 }
 
 void PrivateDaemon::WaitForEnd() {
   if (is_shared_) return Forget();
   if (valid() && !HasEnded(kEndTimeoutMilliseconds)) {
-    Kill();
+    Signal(SIGKILL);
     HasEnded(kEndTimeoutMilliseconds);
   }
   if (!directory_.empty()) proto::RemoveSocketDirectory(directory_);
   Forget();
 }
 
-void PrivateDaemon::Kill() { ::syscall(SYS_pidfd_send_signal, pidfd_.get(), SIGKILL, nullptr, 0); }
+// One that has ended gets none, nor does another process that has its number since.
+void PrivateDaemon::Signal(int number) const {
+  ::syscall(SYS_pidfd_send_signal, pidfd_.get(), number, nullptr, 0);
+}
+
+void PrivateDaemon::ReapAdopted() {
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + std::chrono::milliseconds(kReportTimeoutMilliseconds);
+  for (const UniqueFd* process : {&pidfd_, &waiting_pidfd_}) {
+    if (!process->valid()) continue;
+    const auto reap = [&](int flags) {
+      siginfo_t end = {};
+      return ::waitid(P_PIDFD, static_cast<id_t>(process->get()), &end, WEXITED | flags) == 0;
+    };
+    const bool is_ours = reap(WNOHANG | WNOWAIT);
+    if (is_ours && WaitUntilEnded(process->get(), deadline)) reap(WNOHANG);
+  }
+}
 
 void PrivateDaemon::Forget() {
   pid_ = -1;
   pidfd_.reset();
+  waiting_pidfd_.reset();
   report_.reset();
   directory_.clear();
 }

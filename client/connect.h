@@ -73,12 +73,16 @@ class PrivateDaemon {
   bool HasEnded(int timeout_ms);
   // Sees where a program that was started goes on, if that is said within the time.
   bool Follow(int timeout_ms);
-  void Kill();
+  void Signal(int number) const;
+  // Where the trainer gets the processes that have lost their parent (PR_SET_CHILD_SUBREAPER, the
+  // first process of a container) those that have ended are its to reap; elsewhere does nothing.
+  void ReapAdopted();
 
   bool is_shared_ = false;
   bool is_child_ = true;  // until it is seen to have detached itself
   pid_t pid_ = -1;
   UniqueFd pidfd_;
+  UniqueFd waiting_pidfd_;  // of the process that waits for its end
   UniqueFd report_;
   std::string directory_;
   std::string end_;  // how it ended; empty while it runs

@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/time.h>
@@ -751,6 +752,17 @@ TEST_F(PrivateDaemonTest, IsNotAmongTheChildrenThatATrainerWaitsFor) {
   EXPECT_EQ(::waitpid(-1, nullptr, WNOHANG), -1);
   EXPECT_EQ(errno, ECHILD);
   EXPECT_EQ(::kill(session_->daemon_pid(), 0), 0) << "it lives";
+}
+
+TEST_F(PrivateDaemonTest, LeavesNothingToReapToATrainerThatGetsOrphans) {
+  session_.reset();
+  ASSERT_EQ(::prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), 0);
+  auto session = Session::Connect({.only_private = true});
+  ASSERT_TRUE(session.ok()) << session.status();
+  session->reset();
+  EXPECT_EQ(::waitpid(-1, nullptr, WNOHANG), -1);
+  EXPECT_EQ(errno, ECHILD);
+  ::prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0);
 }
 
 // A timer of the trainer's interrupts calls that wait, sooner than they end.

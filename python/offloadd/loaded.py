@@ -63,8 +63,8 @@ class Loaded:
         if any(isinstance(value, str) for _, states in self._states for state in states.values() for value in state.values()):
             raise Error.of(1602, f"the script has loaded a checkpoint of another step than job {handle.job}, which is at step {handle.step}, and the "
                                  "checkpoint says only where the moments are",
-                           "Let the script begin without its checkpoint: the job continues at its last step. Checkpoints of models on a device, and "
-                           "of Hugging Face's and Lightning's Trainer, hold the moments where these are less than a quarter of ram")
+                           "Let the script begin without its checkpoint: the job continues at its last step. Checkpoints of Hugging "
+                           "Face's and Lightning's Trainer hold the moments where these are less than a quarter of ram")
         if handle.step:
             _log.warning("offloadd: job %s is at step %d, and goes on with what the script has loaded%s", handle.job, handle.step,
                          "" if {id(tensor) for tensor, _ in narrow} <= {id(p) for its in masters for p, _ in its} else

@@ -8,7 +8,6 @@ import zipfile
 import torch
 
 _BYTES_MIN = 64 << 20  # smaller files are read
-_DEPTH = 3  # of dictionaries, down to that of an optimizer
 
 _mapped = set()  # (device, inode)
 
@@ -18,13 +17,10 @@ def _identity(path):
     return status.st_dev, status.st_ino
 
 
-def _has_moments(value, depth=_DEPTH):
-    """Whether the state_dict() of an optimizer is in it."""
-    if isinstance(value, (list, tuple)):
-        return depth > 0 and any(_has_moments(each, depth - 1) for each in value[:8])
-    if not isinstance(value, dict):
-        return False
-    return {"state", "param_groups"} <= value.keys() or (depth > 0 and any(_has_moments(each, depth - 1) for each in value.values()))
+def _has_moments(file):
+    """Whether the state_dict() of an optimizer is in it: what it holds is pickled, but for tensors."""
+    with zipfile.ZipFile(file) as archive:
+        return any(b"param_groups" in archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
 
 
 def _is_path(file):
@@ -32,20 +28,23 @@ def _is_path(file):
 
 
 def _may_be_mapped(file, location):
-    return _is_path(file) and location in (None, "cpu", torch.device("cpu")) and os.path.isfile(file) and \
-        os.path.getsize(file) >= _BYTES_MIN and zipfile.is_zipfile(file)
+    try:
+        return _is_path(file) and location in (None, "cpu", torch.device("cpu")) and os.path.getsize(file) >= _BYTES_MIN and \
+            zipfile.is_zipfile(file) and _has_moments(file)
+    except (OSError, zipfile.BadZipFile):  # torch says it
+        return False
 
 
 def _mapping(original):
     @functools.wraps(original)
     def load(f, map_location=None, *args, mmap=None, **kwargs):
-        if mmap is None and _may_be_mapped(f, map_location):
-            identity = _identity(f)
-            found = original(f, map_location, *args, mmap=True, **kwargs)
-            if _has_moments(found):
-                _mapped.add(identity)
-                return found
-        return original(f, map_location, *args, mmap=mmap, **kwargs)
+        if mmap is not None or not _may_be_mapped(f, map_location):
+            return original(f, map_location, *args, mmap=mmap, **kwargs)
+        _mapped.add(_identity(f))
+        try:
+            return original(f, map_location, *args, mmap=True, **kwargs)
+        except RuntimeError:  # of file systems that map nothing, and of what torch says again
+            return original(f, map_location, *args, mmap=False, **kwargs)
 
     return load
 

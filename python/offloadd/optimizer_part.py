@@ -414,8 +414,8 @@ class Part:
         """torch's, and beside it what is the job's: which it is, and masters of narrow weights. Where the state is large, tensors are gathered when
         somebody asks for their values; or there is a text in the place of each, which no other optimizer can load (leads_from_checkpoints())."""
         mark = self.handle.mark()
-        if not self._is_text():
-            is_small = self.handle.is_state_small()
+        is_small = self.handle.is_state_small()
+        if is_small or not self.handle.leads_from_checkpoints():
             # As in torch, what changes with steps.
             whole["state"] = {index: dict(state.items()) if is_small else state.late() for index, state in whole["state"].items()}
             masters = self._masters_by_index()
@@ -429,16 +429,11 @@ class Part:
         whole["offloadd"] = mark
         return whole
 
-    def _is_text(self):
-        if self.handle.is_state_small():
-            return False
-        return self.handle.leads_from_checkpoints() or any(parameter.device.type != "cpu" for parameter in parameters_of(self.optimizer))
-
     def _masters_by_index(self):
         """Numbered as in torch's dictionary: of those that a step has made others than the weights."""
         numbered = enumerate(dict.fromkeys(parameters_of(self.optimizer)))
         return {index: self._state.late(parameter, "master") for index, parameter in numbered
-                if is_narrow(parameter) and parameter.device.type == "cpu" and self.handle.update_count(parameter)}
+                if is_narrow(parameter) and self.handle.update_count(parameter)}
 
     def note_masters(self, masters):
         """Those of a checkpoint, masters_in(), for the next step."""

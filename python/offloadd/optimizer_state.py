@@ -43,7 +43,7 @@ class ShownState(torch.Tensor):
     @staticmethod
     def late(parameter, place):
         """The same of a moment of a parameter, gathered when its values are first asked for; torch.save() asks for one after the other, and
-        keeps none. Until then it has addresses, and no memory."""
+        keeps none. Until then it has addresses, and no memory. In the memory of the host, wherever the parameter is."""
         kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         memory = mmap.mmap(-1, parameter.numel() * kind.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         with torch.inference_mode(False), torch.no_grad():
@@ -148,7 +148,7 @@ class _Place:
 
     def gather(self):
         """The values of one that is late, in memory of their own."""
-        return self._of_open().gather(self.parameter, self.key)
+        return self._of_open().gather(self.parameter, self.key).cpu()
 
     def _of_open(self):
         state = self._state()

@@ -122,6 +122,28 @@ def state_is_where_the_parameter_is(run):
     return told, gathered, states_of(optimizer)
 
 
+@case(**BOTH)
+def goes_back_to_a_file_of_a_large_state(run):
+    """Whose moments, and masters, are in the memory of the host. In memory they are on the stand-in, of which torch.save() knows nothing."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-2)
+    run.attach(model, optimizer).is_state_small = lambda: False
+    told = run.train(model, optimizer)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    if run.offloaded:
+        path = os.path.join(run.folder, "state.pt")
+        torch.save(optimizer.state_dict(), path)
+        state = torch.load(path)
+    else:
+        state = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, optimizer.state_dict())
+    told += run.train(model, optimizer, first=3)
+    optimizer.load_state_dict(state)
+    model.load_state_dict(weights)
+    again = run.train(model, optimizer, first=3)
+    assert again == told[-len(again):]
+    return told + again, states_of(optimizer)
+
+
 @case(**ONE)
 def state_dict_goes_both_ways(run):
     model = run.model()
