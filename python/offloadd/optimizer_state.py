@@ -342,7 +342,9 @@ class StateOfAll(collections.defaultdict):
             refuse_write("the optimizer's state is one for all ranks, and cannot be written in one of them", _IN_ALL_RANKS)
         strange = [str(key) for key in values if key not in self._part.possible_keys_of(parameter)]
         if strange and not self._part.may_get(parameter):
-            refuse_write(f"the optimizer's state has no room for {', '.join(strange)}", "Keep it in a dictionary of your own")
+            refuse_write(f"the optimizer's state has no room for {', '.join(strange)}",
+                         "Keep it in a dictionary of your own; or give attach() a subclass of the optimizer's class with a step() of its own, which may "
+                         "call torch's: it runs in this process, and keeps what it is given")
         written = self._written.setdefault(id(parameter), (parameter, {}))[1]
         self._written_bytes += sum(value.nbytes for key, value in values.items() if key not in written)
         written.update(values)

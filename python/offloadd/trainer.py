@@ -86,6 +86,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self.norm = None  # of the gradients, the last one
         self.position = None  # in the data
         self._scheduler = None
+        self._step_hook = None  # in front of the step that is due
         self._log = LogHistory(_LOG_BYTES_MAX // int(os.environ.get("WORLD_SIZE", "1")))
         _patch_trainer()
 
@@ -216,6 +217,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self._count_batch()
 
     def on_step_end(self, args, state, control, **kwargs):
+        self._stop_waiting()
         self._count_batch()
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, train_dataloader=None, **kwargs):
@@ -229,10 +231,17 @@ class TrainerCallback(transformers.TrainerCallback):
             return
 
         def keep(*_):
-            hook.remove()
-            self._keep(state, train_dataloader)
+            if pending:
+                self._keep(*pending.pop())
 
-        hook = its.register_step_pre_hook(keep)
+        pending = [(state, train_dataloader)]
+        self._stop_waiting()  # for a step that was not taken: gradients of fp16 that overflow, an interrupt
+        self._step_hook = its.register_step_pre_hook(keep)
+
+    def _stop_waiting(self):
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
 
     def _keep(self, state, train_dataloader):
         steps = {"magic": _MAGIC, "step": state.global_step + 1, "job_step": self.handle.step + 1, "is_again": self._is_again}

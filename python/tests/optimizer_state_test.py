@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from battery import case, copied_states_of, main, saved
-from offloadd import control
+from offloadd import Error, control
 
 REFUSED = {"types": ("fp32",), "memory": ("floor",)}
 
@@ -535,6 +535,53 @@ def pickles_are_plain_torchs(run):
             told.append(run.train(copied[0], copied[1], first=3, scheduler=copied[2]))
         told.append(run.train(model, optimizer, first=3, scheduler=scheduler))
     return told
+
+
+class OwnSGD(SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Sums:
+    """As schedulefree's wrapper: around an optimizer, in whose state it keeps something of its own."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @torch.no_grad()
+    def step(self):
+        self.inner.step()
+        for p in self.inner.param_groups[0]["params"]:
+            state = self.inner.state[p]
+            if "sum" not in state:
+                state["sum"] = torch.zeros_like(p)
+            state["sum"].add_(p)
+            p.lerp_(state["sum"], 0.01)
+
+    def zero_grad(self):
+        self.inner.zero_grad()
+
+
+def with_sums(run, cls):
+    model = run.model()
+    optimizer = cls(model.parameters(), 0.1, momentum=0.9)
+    run.attach(model, optimizer)
+    return run.train(model, Sums(optimizer))
+
+
+@case(refused=1604, **REFUSED)
+def state_that_torch_does_not_know_is_refused(run):
+    try:
+        with_sums(run, SGD)
+    except Error as error:
+        assert "a subclass of the optimizer's class with a step() of its own" in str(error), error
+        raise
+
+
+@case
+def state_that_torch_does_not_know_in_an_optimizer_with_its_own_step(run):
+    """The way out that the refusal names."""
+    return with_sums(run, OwnSGD)
 
 
 if __name__ == "__main__":

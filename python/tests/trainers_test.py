@@ -155,6 +155,41 @@ def begun_anew_in_another_job_where_the_first_attempt_failed(run):
     return None
 
 
+class InFrontOfAStep(transformers.TrainerCallback):
+    """Once, behind the others: interrupts there, or has the step left out, as a scaler does whose gradients overflow."""
+
+    def __init__(self, interrupts):
+        self.interrupts, self.is_done = interrupts, False
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        if self.is_done or state.global_step != 1:
+            return
+        self.is_done = True
+        if self.interrupts:
+            raise KeyboardInterrupt
+        optimizer.step = lambda closure=None: None
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        optimizer.__dict__.pop("step", None)
+
+
+@case(**FP32)
+def a_step_that_is_left_out(run):
+    return fit(run, run.make(llama), more=[InFrontOfAStep(interrupts=False)], lr_scheduler_type="constant")[1]
+
+
+@case(**FP32)
+def interrupted_in_front_of_a_step_and_trained_again(run):
+    class Again(transformers.Trainer):
+        def train(self, **options):
+            try:
+                return super().train(**options)
+            except KeyboardInterrupt:
+                return super().train(**options)
+
+    return fit(run, run.make(llama), more=[InFrontOfAStep(interrupts=True)], cls=Again, lr_scheduler_type="constant")[1]
+
+
 @case(**FP32)
 def optimizers_argument(run):
     model = run.make(llama)
