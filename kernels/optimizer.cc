@@ -1,7 +1,7 @@
 #include "kernels/optimizer.h"
 
+#include <charconv>
 #include <cmath>
-#include <cstdio>
 
 #include "base/check.h"
 #include "kernels/rules/rules.h"
@@ -68,10 +68,13 @@ const char* TextOf(Range range, bool is_new) {
   return "";
 }
 
+// In the same digits with every locale.
 std::string Text(double value) {
   char text[32];
-  std::snprintf(text, sizeof(text), "%g", value);
-  return text;
+  constexpr int kDigits = 6;
+  const auto written =
+      std::to_chars(text, text + sizeof(text), value, std::chars_format::general, kDigits);
+  return std::string(text, written.ptr);
 }
 
 }  // namespace

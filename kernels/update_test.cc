@@ -1,6 +1,7 @@
 #include "kernels/update.h"
 
 #include <bit>
+#include <clocale>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -280,6 +281,17 @@ TEST(OptimizerSpecTest, WhatComesFromAMessageIsChecked) {
   EXPECT_EQ(OptimizerSpec::Read(sent.name(), sent.values(), &spec), "");
   EXPECT_EQ(spec.Get("lr"), 0.25);
   EXPECT_EQ(spec.name(), "adamw");
+}
+
+TEST(OptimizerSpecTest, NumbersAreToldTheSameInEveryLocale) {
+  const std::string before = std::setlocale(LC_NUMERIC, nullptr);
+  if (std::setlocale(LC_NUMERIC, "de_DE.utf8") == nullptr)
+    GTEST_SKIP() << "the locale de_DE.utf8 is not there";
+  const std::vector<double> values = {0.1, 0.9, 0, 0, 0.5, 0, 0, 1};
+  OptimizerSpec spec;
+  EXPECT_EQ(OptimizerSpec::Read("sgd", values, &spec),
+            "sgd with nesterov 0.5, which has to be 0 or 1");
+  std::setlocale(LC_NUMERIC, before.c_str());
 }
 
 TEST(OptimizerSpecTest, WhatIsKeptFollowsTheParameters) {

@@ -20,6 +20,8 @@ using namespace offload;          // NOLINT: a fuzz target
 using namespace offload::daemon;  // NOLINT
 namespace v1 = offload::proto::v1;
 
+int accepted_steps = 0;
+
 struct Messages {
   std::vector<v1::DeclareTensorsRequest> tensors;
   std::vector<v1::SealRequest> plan;
@@ -79,6 +81,8 @@ void CheckStored(const proto::Catalogue& catalogue, const kernels::OptimizerSpec
 
 }  // namespace
 
+extern "C" int AcceptedInputs() { return accepted_steps; }
+
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view input(reinterpret_cast<const char*>(data), size);
   DecodeCatalogue(input).status().IgnoreError();
@@ -99,6 +103,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   context.layout = *std::move(layout);
   const auto step = MakeStepPlan(messages.step, context);
   if (!step.ok()) return 0;
+  ++accepted_steps;
   for (const TaskPlan& task : step->tasks) {
     OFFLOAD_CHECK(task.store_tensor < context.catalogue.store_tensors.size());
     OFFLOAD_CHECK(task.tensors.size() == task.members.size());

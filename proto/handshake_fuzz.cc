@@ -1,5 +1,5 @@
 // Bytes of a fuzzer as messages to both sides of a handshake. Each message is two bytes of length
-// and its content; a descriptor is passed with it when the highest bit of the length is set.
+// and its content; the highest two bits of the length tell how many descriptors are passed with it.
 #include <fcntl.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -29,9 +29,13 @@ Pair MakePair() {
   return {UniqueFd(fds[0]), UniqueFd(fds[1])};
 }
 
+constexpr size_t kDescriptorsMax = 3;
+
+int whole_ranks = 0, whole_daemons = 0;  // every message of them was taken
+
 struct Message {
   std::string_view bytes;
-  bool passes_descriptor;
+  size_t descriptor_count;
 };
 std::vector<Message> Split(std::string_view input) {
   std::vector<Message> messages;
@@ -39,7 +43,7 @@ std::vector<Message> Split(std::string_view input) {
     uint16_t length = 0;
     std::memcpy(&length, input.data(), 2);
     const std::string_view bytes = input.substr(2, length & 0xfff);
-    messages.push_back({bytes, (length & 0x8000) != 0});
+    messages.push_back({bytes, size_t{length} >> 14});
     input.remove_prefix(2 + bytes.size());
   }
   return messages;
@@ -50,28 +54,33 @@ void Send(int fd, const Message& message) {
   msghdr header{};
   header.msg_iov = &part;
   header.msg_iovlen = 1;
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  if (message.passes_descriptor) {
+  alignas(cmsghdr) char control[CMSG_SPACE(kDescriptorsMax * sizeof(int))] = {};
+  if (message.descriptor_count > 0) {
+    const std::vector<int> descriptors(message.descriptor_count, fd);
+    const size_t size_bytes = descriptors.size() * sizeof(int);
     header.msg_control = control;
-    header.msg_controllen = sizeof(control);
+    header.msg_controllen = CMSG_SPACE(size_bytes);
     cmsghdr* passed = CMSG_FIRSTHDR(&header);
     passed->cmsg_level = SOL_SOCKET;
     passed->cmsg_type = SCM_RIGHTS;
-    passed->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(passed), &fd, sizeof(fd));
+    passed->cmsg_len = CMSG_LEN(size_bytes);
+    std::memcpy(CMSG_DATA(passed), descriptors.data(), size_bytes);
   }
   ::sendmsg(fd, &header, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 void AsDaemon(const std::vector<Message>& messages) {
   const Pair pair = MakePair();
+  size_t taken = 0;
   for (const Message& message : messages) {
     Send(pair.peer.get(), message);
     const auto received = proto::ReceiveFromRank(pair.ours.get());
     if (!received.ok()) continue;
     // Only three kinds of messages pass, each with its own size.
     OFFLOAD_CHECK(!received->has_value() || message.bytes.size() <= sizeof(proto::MapMessage));
+    taken += received->has_value();
   }
+  whole_ranks += taken == 3;  // Hello, Map, Mapped
 }
 
 void AsRank(const std::vector<Message>& messages) {
@@ -82,11 +91,14 @@ void AsRank(const std::vector<Message>& messages) {
   OFFLOAD_CHECK(!welcome.ok() || welcome->control_path.size() <= sizeof(proto::WelcomeMessage));
   const auto memory = proto::RequestMemory(pair.ours.get(), {}, 0);
   OFFLOAD_CHECK(!memory.ok() || (memory->slab.valid() && memory->region.valid()));
-  proto::ConfirmMapped(pair.ours.get(), 0).IgnoreError();
+  const absl::Status ready = proto::ConfirmMapped(pair.ours.get(), 0);
+  whole_daemons += welcome.ok() && memory.ok() && ready.ok();
   OFFLOAD_CHECK(!proto::ReasonOfEnd(pair.ours.get()).ok());
 }
 
 }  // namespace
+
+extern "C" int AcceptedInputs() { return std::min(whole_ranks, whole_daemons); }
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view input(reinterpret_cast<const char*>(data), size);

@@ -26,15 +26,20 @@ const offload::proto::Catalogue& Model() {
   return *catalogue;
 }
 
+int accepted_entries = 0;
+
 void CheckEntry(const SubmissionEntry& entry, const SubmissionLimits& limits) {
   const uint64_t bytes = offload::proto::TransferBytes(entry, limits);
   if (bytes == 0) return;
+  ++accepted_entries;
   OFFLOAD_CHECK(entry.region_offset >= offload::proto::kRegionFixedBytes);
   OFFLOAD_CHECK(entry.region_offset <= limits.region_bytes);
   OFFLOAD_CHECK(bytes <= limits.region_bytes - entry.region_offset);
 }
 
 }  // namespace
+
+extern "C" int AcceptedInputs() { return accepted_entries; }
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   alignas(4096) static std::byte region[offload::proto::kRegionFixedBytes];
