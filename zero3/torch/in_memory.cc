@@ -312,9 +312,7 @@ void InMemoryOptimizer::ReplaceState(std::span<const KeptState> states) {
     const InMemoryState* const state = StateOf(given.parameter);
     const auto here = static_cast<uint64_t>(state == nullptr ? 0 : state->step);
     if (averaging_.is_on() && given.update_count != here)
-      ThrowStatus(AverageStays(
-          averaging_, absl::StrCat("a state of ", given.update_count,
-                                   " updates of a parameter that has had ", here, " in this job")));
+      ThrowStatus(AverageHasMovedOtherwise(averaging_, "a parameter", given.update_count, here));
   }
   for (const KeptState& given : states) {
     InMemoryState& state = states_->states_[given.parameter.unsafeGetTensorImpl()];

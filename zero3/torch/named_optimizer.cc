@@ -121,6 +121,15 @@ absl::Status AverageStays(const Averaging& averaging, const std::string& what) {
       "Lion or LAMB, dense gradients and a new optimizer");
 }
 
+absl::Status AverageHasMovedOtherwise(const Averaging& averaging, const std::string& what,
+                                      uint64_t given, uint64_t here) {
+  return MakeError(ErrorId::kUnsupportedOptimizer,
+                   absl::StrCat("average is ", averaging.Text(), ", and a state of ", given,
+                                " updates of ", what, ", which has had ", here, " in this job"),
+                   "An average moves with every update. Go on with the state that the job has, at "
+                   "its last step; or leave the option out and average in the trainer");
+}
+
 kernels::OptimizerSpec SpecOfAll(const NamedOptimizer& optimizer,
                                  std::span<const OptimizerParamGroup> groups) {
   kernels::OptimizerSpec all = CheckedSpec(optimizer, *optimizer.defaults);

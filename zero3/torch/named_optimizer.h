@@ -51,6 +51,9 @@ void CheckKeeps(const kernels::OptimizerSpec& kept, const kernels::OptimizerSpec
 
 // OFD-1604: the job keeps an average that would not move with what `what` says.
 absl::Status AverageStays(const Averaging& averaging, const std::string& what);
+// The same of a state of `given` updates for what has had `here` in this job, and is `what`.
+absl::Status AverageHasMovedOtherwise(const Averaging& averaging, const std::string& what,
+                                      uint64_t given, uint64_t here);
 
 // The optimizer with its defaults, but keeping all that any of the groups keeps. OFD-1002 for
 // values that make no sense, and for a parameter that is in two places.

@@ -12,6 +12,7 @@
 #include "zero3/dimension_order.h"
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
+#include "zero3/torch/named_optimizer.h"
 #include "zero3/torch/parameter_text.h"
 #include "zero3/torch/process_memory.h"
 #include "zero3/torch/tensor_engine.h"
@@ -119,9 +120,8 @@ void TensorEngine::CheckCounts(std::span<const KeptState> states) const {
     if (!averaging_.is_on() || state.parameter.numel() == 0) continue;
     const uint64_t here = update_count(state.parameter);
     if (state.update_count == here) continue;
-    CheckAverages(absl::StrCat("a state of ", state.update_count, " updates of ",
-                               Quoted(declared_[IdOf(state.parameter)].name), ", which has had ",
-                               here, " in this job"));
+    ThrowStatus(AverageHasMovedOtherwise(averaging_, Quoted(declared_[IdOf(state.parameter)].name),
+                                         state.update_count, here));
   }
 }
 
