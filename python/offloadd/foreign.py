@@ -68,8 +68,8 @@ class ForeignPart:
         if not described:
             return
         if has_stepped(self.optimizer) and not is_given_back:
-            _log.warning("offloadd: job %s is at step %d and has what %s keeps, that of the optimizer is dropped", self.handle.job, engine.step_count(),
-                         self.name)
+            _log.warning("offloadd: job %s is at step %d and goes on there with what %s keeps in it; that of the script is dropped. Count from handle.step; "
+                         "to go on at a checkpoint, load it after attach()", self.handle.job, engine.step_count(), self.name)
         try:
             giver = process_state.Giver(described, engine.take_foreign_storages(self.number), parameters)
             giver.give(self.optimizer, with_options=not vars(self.optimizer).pop("_offload_has_options", False))

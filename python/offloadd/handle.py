@@ -205,7 +205,8 @@ class Handle(Grows, jobs.OfProcess):
         step = self._engine.step_count()
         if step > 0:
             if has_stepped(part.optimizer):
-                _log.warning("offloadd: job %s is at step %d and keeps its moments, those of the optimizer are dropped", self.job, step)
+                _log.warning("offloadd: job %s is at step %d and goes on there with its own weights and moments; those of the script are dropped. Count from "
+                             "handle.step; to go on at a checkpoint, load it after attach()", self.job, step)
             return
         kept = part.kept_in_memory()
         if kept[0]:
