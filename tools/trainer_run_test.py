@@ -15,7 +15,7 @@ import trainer_run  # noqa: E402
 
 # Trains nothing: says the lines of a run whose every step takes a second in memory and 1.5 offloaded, or as long as it does
 # take, STEP_SECONDS, where SAYS_THE_TRUTH. Step LOSES_LINE commits at once and never says its line. The
-# offloaded one shares two memfds with a child called offloadd: MAPPED_MIB that both touch, and UNTOUCHED_MIB
+# offloaded one shares two memfds with its daemon, which is no child of it: MAPPED_MIB that it touches, and UNTOUCHED_MIB
 # that are allocated only. FILE_MIB and WRITTEN_MIB of a mapped file it reads, and writes for itself; MOMENT_MIB it has
 # for a moment of every step.
 TRAINER = r'''#!PYTHON
@@ -42,28 +42,37 @@ def meet(where):
     while ranks > 1 and not all(os.path.exists(name + str(rank)) for rank in range(ranks)):
         if time.monotonic() > end: sys.exit("a rank is missing where it " + where)
         time.sleep(0.01)
+def start_daemon():
+    # Of a process that waits for it, which has nothing of what the trainer maps later.
+    reading, writing = os.pipe()
+    trainer, waits = os.getpid(), os.fork()
+    if waits == 0:
+        with open("/proc/self/comm", "w") as name: name.write("offloadd-waits")
+        daemon = subprocess.Popen([os.environ["OFFLOADD_BINARY"], "--parent-pid", str(trainer)], close_fds=False)
+        os.write(writing, str(daemon.pid).encode())
+        daemon.wait()
+        os._exit(0)
+    return waits, int(os.read(reading, 20))
+def touch(memory):
+    for page in range(0, len(memory), 4096): memory[page] = 1
 touched, untouched = sizes("MAPPED_MIB"), sizes("UNTOUCHED_MIB")
-resumed, keep = 0, []
+resumed, keep, read_only = 0, [], b""
 if on:
     marker = os.path.join(flags["--nvme-path"], flags["--job"])
     if os.path.exists(marker): resumed = int(open(marker).read())
-    for mib in (touched, untouched):
-        fd = os.memfd_create("offloadd-test")
-        os.set_inheritable(fd, True)
-        if mib:
-            os.posix_fallocate(fd, 0, mib << 20)
-            keep.append(mmap.mmap(fd, mib << 20))
-    if touched:
-        for page in range(0, touched << 20, 4096): keep[0][page] = 1
+    files = [(os.memfd_create("offloadd-test", 0), mib << 20) for mib in (touched, untouched)]
+    waits, daemon = start_daemon()
+    for fd, length in files:
+        if length:
+            os.posix_fallocate(fd, 0, length)
+            keep.append(mmap.mmap(fd, length))
+    if touched: touch(keep[0])
     for mib, kind in ((sizes("FILE_MIB"), mmap.ACCESS_READ), (sizes("WRITTEN_MIB"), mmap.ACCESS_COPY)):
         if not mib: continue
         file = open(os.path.join(os.path.dirname(os.environ["OFFLOADD_BINARY"]), "library"), "rb")
         keep.append(mmap.mmap(file.fileno(), mib << 20, access=kind))
-        for page in range(0, mib << 20, 4096):
-            if kind == mmap.ACCESS_READ: keep[-1][page]
-            else: keep[-1][page] = 1
-    child = subprocess.Popen([os.environ["OFFLOADD_BINARY"], "60"], close_fds=False)
-    time.sleep(0.05)
+        if kind == mmap.ACCESS_READ: read_only = keep[-1]
+        else: touch(keep[-1])
 meet("begins")
 say(event="start", model="fake", parameters=parameters, state_bytes=12 * parameters, gradient_bytes=2 * parameters,
     ram_bytes=0, resumed_step=resumed, steps=int(flags["--steps"]),
@@ -83,6 +92,7 @@ for step in range(resumed + 1, int(flags["--steps"]) + 1):
         os.replace(new, marker)
     wrong = on and str(step) == os.environ.get("WRONG_STEP")
     if loses_line: time.sleep(100)
+    read_only[::4096]  # as text that runs: else the kernel may take it away
     if on and "OFFLOADD_STEP_LOG" in os.environ:  # a second in memory, and a quarter of the step in vain
         with open(os.environ["OFFLOADD_STEP_LOG"], "a") as file:
             file.write(json.dumps({"step": step, "seconds": 1.5, "gpu": {"bytes_to_device": 36_000_000_000, "bytes_to_host": 2_000_000_000,
@@ -93,9 +103,14 @@ for step in range(resumed + 1, int(flags["--steps"]) + 1):
         resident_bytes=0, peak_bytes=0, durable_epoch=step)
 meet("ends")
 if on:
-    child.kill()
-    child.wait()
+    os.kill(daemon, 9)
+    os.waitpid(waits, 0)
 say(event="end", step=int(flags["--steps"]), durable_epoch=int(flags["--steps"]))
+'''
+
+DAEMON = r'''#!PYTHON
+import time
+time.sleep(60)
 '''
 
 IO_BENCH = r'''#!PYTHON
@@ -120,12 +135,9 @@ class ScriptTest(unittest.TestCase):
         self.bin = os.path.join(self._folder.name, "bin")
         self.pool = os.path.join(self._folder.name, "pool")
         os.mkdir(self.pool)
-        for path, text in {"examples/train": TRAINER, "tools/io_bench": IO_BENCH,
+        for path, text in {"examples/train": TRAINER, "offloadd/offloadd": DAEMON, "tools/io_bench": IO_BENCH,
                            "kernels/update_benchmark": KERNEL}.items():
             self.write(path, text)
-        os.makedirs(os.path.join(self.bin, "offloadd"))
-        with open("/bin/sleep", "rb") as file:
-            self.write("offloadd/offloadd", file.read())
 
     def write(self, path, content):
         path = os.path.join(self.bin, path)
