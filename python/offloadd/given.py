@@ -5,13 +5,8 @@ import weakref
 
 import torch
 
-from .optimizer_part import is_cast_of, masters_in
+from .optimizer_part import is_cast_of, masters_in, numbered
 from .recipes import is_narrow, parameters_of, recipe_of
-
-
-def _numbered(state_dict, optimizer):
-    """(number in the dictionary, parameter) of each."""
-    return zip(dict.fromkeys(key for group in state_dict["param_groups"] for key in group["params"]), parameters_of(optimizer))
 
 
 def _is_rounded(value, given):
@@ -35,7 +30,7 @@ class Given:
         state_dict = self._of.pop(optimizer, None)
         if state_dict is None or recipe_of(optimizer).is_foreign:
             return []
-        for key, parameter in _numbered(state_dict, optimizer):
+        for key, parameter in numbered(state_dict, optimizer):
             state, given = optimizer.state.get(parameter, {}), state_dict["state"].get(key, {})
             state.update({name: given[name] for name, value in state.items() if _is_rounded(value, given.get(name))})
         return masters_in(state_dict, optimizer)

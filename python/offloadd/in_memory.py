@@ -15,7 +15,7 @@ from .errors import Error
 from .library import Engine
 from .named_tensors import all_named_parameters_of, buffers_of, check_left_out, names_of
 from .optimizer import CopiedAsItWas, after_steps, have_hooks, loss_of, refuse_unless_kept, shaped_as, swap_class
-from .optimizer_part import check_unscale, is_cast_of, masters_in
+from .optimizer_part import check_unscale, is_cast_of, masters_in, numbered
 from .options import own_state_of
 from .recipes import is_narrow, parameters_of, recipe_of, step_function
 
@@ -199,10 +199,9 @@ class Masters:
         self._follow(optimizer)
         state = {key: {name: value for name, value in kept.items() if name != "master"} for key, kept in state_dict["state"].items()}
         self._optimizer.load_state_dict({**state_dict, "state": state})
-        keys = (key for group in state_dict["param_groups"] for key in group["params"])
-        for key, (parameter, master) in zip(keys, self._pairs(optimizer)):
+        for key, parameter in numbered(state_dict, optimizer):
             if "master" in state_dict["state"].get(key, {}):
-                self.replace(parameter, master, state_dict["state"][key]["master"])
+                self.replace(parameter, self._master(parameter), state_dict["state"][key]["master"])
         for theirs, ours in zip(optimizer.param_groups, self._optimizer.param_groups):
             theirs.update({key: value for key, value in ours.items() if key != "params"})
         self.note_masters(masters_in(state_dict, optimizer))

@@ -40,11 +40,15 @@ def is_cast_of(weight, master):
     return weight.shape == master.shape and torch.equal(weight, master.to(weight))
 
 
+def numbered(state_dict, optimizer):
+    """(its number in the dictionary, parameter) of each."""
+    return zip(itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"]), parameters_of(optimizer))
+
+
 def masters_in(state_dict, optimizer):
     """[(parameter, its master)] of narrow weights, as Part.state_dict() has put them there."""
     masters = (state_dict.get("offloadd") or {}).get("masters") or {}
-    keys = dict.fromkeys(itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
-    return [(parameter, masters[key]) for key, parameter in zip(keys, parameters_of(optimizer)) if key in masters and is_narrow(parameter)]
+    return [(parameter, masters[key]) for key, parameter in numbered(state_dict, optimizer) if key in masters and is_narrow(parameter)]
 
 
 def _is_same(value, other):
@@ -549,8 +553,7 @@ class Part:
 
     def _states_in(self, state_dict):
         """(parameter, its state in the dictionary) of every parameter: first those that have one, in the dictionary's order."""
-        keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters, states = dict(zip(keys, parameters_of(self.optimizer))), state_dict["state"]
+        parameters, states = dict(numbered(state_dict, self.optimizer)), state_dict["state"]
         return [(parameters[key], states.get(key) or {}) for key in dict.fromkeys([*(key for key in states if key in parameters), *parameters])]
 
     def _note_whose_moments(self, mark, here):

@@ -12,6 +12,9 @@ import time
 from battery import case, main
 from programs import Programs, run_fresh, write_script
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "tools"))
+from private_daemon import private_daemon_of  # noqa: E402
+
 ONE = {"types": ("fp32",), "memory": ("floor",)}
 
 
@@ -478,17 +481,8 @@ print(json.dumps([losses[-2:], [p.double().sum().item() for p in model.parameter
 
 def wait_until_no_daemon(trainer):
     """That of a process that was killed drains, and holds the store until it has."""
-    own = f"--parent-pid\0{trainer}\0".encode()
-    while any(own in each for each in map(_arguments_of, filter(str.isdigit, os.listdir("/proc")))):
+    while private_daemon_of(trainer) is not None:
         time.sleep(0.05)
-
-
-def _arguments_of(process):
-    try:
-        with open(f"/proc/{process}/cmdline", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
 
 
 def goes_on_at_its_own_checkpoint(name, dtype, kills, begins_anew=False):

@@ -451,7 +451,7 @@ void ModuleEngine::AddForeign(size_t number, bool commits_itself,
                               bool has_masters) {
   foreign_.at(number).commits_itself = commits_itself;
   foreign_.at(number).in_process = in_process;
-  if (has_masters) foreign_.at(number).with_masters = in_process;
+  foreign_.at(number).has_masters = has_masters;
   tensors_->AddForeign(number, foreign_.at(number).optimizer, commits_itself);
 }
 
@@ -519,7 +519,7 @@ void ModuleEngine::GiveForeign(size_t number, torch::optim::Optimizer& optimizer
     options.emplace(optimizer);
   }
   optimizer.load(archive);
-  if (const auto inner = foreign_.at(number).with_masters.lock())
+  if (const auto inner = foreign_.at(number).with_masters())
     inner->TakeMasters(ReadMasters(archive));
   tensors_->ForgetForeignBytes(number);
 }
@@ -547,7 +547,7 @@ absl::Status ModuleEngine::Keep(size_t number, torch::optim::Optimizer& optimize
   try {
     std::optional<EachNamedOnce> once;
     if (foreign.commits_itself) once.emplace(optimizer);
-    file = FileOf(optimizer, foreign.with_masters.lock().get(), foreign.file_bytes);
+    file = FileOf(optimizer, foreign.with_masters().get(), foreign.file_bytes);
     if (IsEmpty(*file)) status = absl::FailedPreconditionError("its class has no save()");
   } catch (const c10::Error& error) {
     status = absl::FailedPreconditionError(

@@ -162,13 +162,17 @@ class ModuleEngine final : public Engine {
 
   const std::shared_ptr<TensorEngine> tensors_;
   struct Foreign {
+    // That whose masters its file does not have; or null.
+    std::shared_ptr<InMemoryOptimizer> with_masters() const {
+      return has_masters ? in_process.lock() : nullptr;
+    }
+
     std::string optimizer;                        // its class
     std::weak_ptr<InMemoryOptimizer> in_process;  // one of ours, which keeps its state
-    std::weak_ptr<InMemoryOptimizer>
-        with_masters;             // the same, whose masters its file does not have
-    bool commits_itself = false;  // libtorch's own
-    bool has_told = false;        // why what it keeps is not the job's
-    size_t file_bytes = 0;        // of what it kept last
+    bool has_masters = false;                     // that one, of 16-bit parameters
+    bool commits_itself = false;                  // libtorch's own
+    bool has_told = false;                        // why what it keeps is not the job's
+    size_t file_bytes = 0;                        // of what it kept last
   };
   std::vector<Foreign> foreign_;  // by their numbers
   const int64_t begun_at_;        // the step that the job was at when this process opened it
