@@ -54,6 +54,13 @@ std::string Describe(Device::Kind kind, uint64_t offset_bytes, uint64_t size_byt
 
 }  // namespace
 
+absl::Status PoolFullError(int error_number, std::string_view what) {
+  return error_number == EFBIG ? MakeError(ErrorId::kPoolFull, what,
+                                           "Raise the limit of the size of files (ulimit -f), or "
+                                           "choose a file system that has larger ones")
+                               : MakeError(ErrorId::kPoolFull, what);
+}
+
 absl::Status IoErrorStatus(int error_number, Device::Kind kind, uint64_t offset_bytes,
                            uint64_t size_bytes) {
   const bool full = kind != Device::Kind::kFlush && IsFullFileSystem(error_number);
@@ -66,7 +73,8 @@ absl::Status IoErrorStatus(int error_number, Device::Kind kind, uint64_t offset_
           ? MakeError(ErrorId::kIo, what,
                       "The kernel could start no thread for it: raise the limit of threads "
                       "(ulimit -u, TasksMax, docker --pids-limit)")
-          : MakeError(full ? ErrorId::kPoolFull : ErrorId::kIo, what);
+      : full ? PoolFullError(error_number, what)
+             : MakeError(ErrorId::kIo, what);
   return absl::Status(CodeOf(error_number, kind), status.message());
 }
 

@@ -52,10 +52,10 @@ absl::Status FileDevice::Resize(uint64_t size_bytes) {
   struct statvfs info {};
   ::fstatvfs(fd, &info);
   const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG;
-  return MakeError(
-      full ? ErrorId::kPoolFull : ErrorId::kIo,
+  const std::string what =
       absl::StrCat("a file of ", old_bytes, " bytes cannot become one of ", size_bytes,
-                   ", free are ", uint64_t{info.f_bavail} * info.f_frsize, ": ", ErrnoText(error)));
+                   ", free are ", uint64_t{info.f_bavail} * info.f_frsize, ": ", ErrnoText(error));
+  return full ? PoolFullError(error, what) : MakeError(ErrorId::kIo, what);
 }
 
 void FileDevice::SignalReady() {

@@ -109,6 +109,8 @@ TEST(ErrnoStatusTest, CodesFollowTheTable) {
     EXPECT_EQ(IoErrorStatus(error_number, Kind::kWrite, 0, 512).code(), code) << error_number;
   }
   EXPECT_EQ(ErrorIdOf(IoErrorStatus(ENOSPC, Kind::kWrite, 0, 512)), ErrorId::kPoolFull);
+  const absl::Status limited = IoErrorStatus(EFBIG, Kind::kWrite, 0, 512);
+  EXPECT_NE(limited.message().find("ulimit -f"), absl::string_view::npos) << limited;
   EXPECT_EQ(ErrorIdOf(IoErrorStatus(ENOMEM, Kind::kWrite, 0, 512)), ErrorId::kIo);
 }
 

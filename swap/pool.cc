@@ -88,6 +88,10 @@ absl::Status ProbeDirectIo(int file, const std::string& where) {
     return MakeError(id, absl::StrCat(where, ": direct I/O: ", status.message()));
   };
   if (const absl::Status status = PwriteFully(file, 0, written.span()); !status.ok()) {
+    if (absl::IsOutOfRange(status)) {  // EFBIG
+      return MakeError(ErrorId::kPoolFull, absl::StrCat(where, ": ", status.message()),
+                       "Raise the limit of the size of files (ulimit -f)");
+    }
     const bool full = absl::IsResourceExhausted(status);
     return refuse(full ? ErrorId::kPoolFull : ErrorId::kPoolNoDirectIo, status);
   }

@@ -422,6 +422,7 @@ TEST(GrowthTest, WithoutRoomIsRefusedWithTheNumbersAndLeavesNothing) {
   signal(SIGXFSZ, old_handler);
   EXPECT_EQ(ErrorIdOf(status), ErrorId::kPoolFull) << status;
   EXPECT_NE(status.message().find(std::to_string(after)), absl::string_view::npos) << status;
+  EXPECT_NE(status.message().find("ulimit -f"), absl::string_view::npos) << status;
   EXPECT_EQ(FileBytes(pool), before);
   EXPECT_FALSE(store->failed());
   EXPECT_TRUE(CommitScript(*store).ok());

@@ -4,6 +4,7 @@
 #include <spdlog/spdlog.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <iostream>
 #include <memory>
 #include <optional>
@@ -224,6 +225,8 @@ int Main(int argc, char** argv) {
   // A mistyped flag explains a missing one, so it is named first.
   if (absl::Status unknown = FindUnknownWord(line.app); !unknown.ok()) parsed = unknown;
   if (!parsed.ok()) return printer.PrintError(name, parsed);
+  // A write beyond a limit is an error, not the end. A program that is run inherits this.
+  if (name != "run") std::signal(SIGXFSZ, SIG_IGN);
   for (const std::unique_ptr<Command>& command : line.commands) {
     if (command->name() == name) return printer.Print(name, command->Run());
   }

@@ -432,6 +432,19 @@ TEST_F(OffloadctlTest, AnswersThatCannotBeWrittenAreAFailure) {
   }
 }
 
+TEST_F(OffloadctlTest, LimitOfTheSizeOfFilesIsNamed) {
+  MakeStore("run1");
+  for (const std::string& command :
+       {absl::StrCat("plan --params 1M --ram 1GiB --pool ", pool()),
+        absl::StrCat("snapshot create ", pool(), " run1 best --yes"),
+        absl::StrCat("snapshot fork ", pool(), " run1 --as run2 --yes"),
+        absl::StrCat("fsck ", pool(), " run1")}) {
+    // Through a pipe, which no limit is for.
+    const Result result = Run(command + " 2>&1 | cat", "ulimit -f 2;");
+    EXPECT_NE(result.out.find("(ulimit -f)"), std::string::npos) << command << ": " << result.out;
+  }
+}
+
 TEST_F(OffloadctlTest, ImportRefusesStepsThatNobodyCouldHaveTaken) {
   for (const char* step : {"99999999999999999999", "-1", "9007199254740993"}) {
     const Json answer =
