@@ -42,10 +42,6 @@ absl::StatusCode CodeOf(int error_number, Device::Kind kind) {
   }
 }
 
-bool IsFullFileSystem(int error_number) {
-  return error_number == ENOSPC || error_number == EDQUOT || error_number == EFBIG;
-}
-
 std::string Describe(Device::Kind kind, uint64_t offset_bytes, uint64_t size_bytes) {
   if (kind == Device::Kind::kFlush) return "flush";
   return absl::StrCat(kind == Device::Kind::kRead ? "read" : "write", " of ", size_bytes,
@@ -54,16 +50,22 @@ std::string Describe(Device::Kind kind, uint64_t offset_bytes, uint64_t size_byt
 
 }  // namespace
 
-absl::Status PoolFullError(int error_number, std::string_view what) {
-  return error_number == EFBIG ? MakeError(ErrorId::kPoolFull, what,
-                                           "Raise the limit of the size of files (ulimit -f), or "
-                                           "choose a file system that has larger ones")
-                               : MakeError(ErrorId::kPoolFull, what);
+absl::Status FileErrorStatus(int error_number, std::string_view what) {
+  switch (error_number) {
+    case ENOSPC:
+    case EDQUOT:
+      return MakeError(ErrorId::kPoolFull, what);
+    case EFBIG:
+      return MakeError(ErrorId::kPoolFull, what,
+                       "Raise the limit of the size of files (ulimit -f), or choose a file system "
+                       "that has larger ones");
+    default:
+      return MakeError(ErrorId::kIo, what);
+  }
 }
 
 absl::Status IoErrorStatus(int error_number, Device::Kind kind, uint64_t offset_bytes,
                            uint64_t size_bytes) {
-  const bool full = kind != Device::Kind::kFlush && IsFullFileSystem(error_number);
   const std::string what =
       absl::StrCat(Describe(kind, offset_bytes, size_bytes), ": ", ErrnoText(error_number));
   // io_uring gives what may block, a flush above all, to threads of the kernel's, which count as
@@ -73,8 +75,8 @@ absl::Status IoErrorStatus(int error_number, Device::Kind kind, uint64_t offset_
           ? MakeError(ErrorId::kIo, what,
                       "The kernel could start no thread for it: raise the limit of threads "
                       "(ulimit -u, TasksMax, docker --pids-limit)")
-      : full ? PoolFullError(error_number, what)
-             : MakeError(ErrorId::kIo, what);
+      : kind == Device::Kind::kFlush ? MakeError(ErrorId::kIo, what)
+                                     : FileErrorStatus(error_number, what);
   return absl::Status(CodeOf(error_number, kind), status.message());
 }
 

@@ -30,8 +30,9 @@ namespace offload::aio {
 absl::Status IoErrorStatus(int error_number, Device::Kind kind, uint64_t offset_bytes,
                            uint64_t size_bytes);
 
-// OFD-1204, with what helps against ENOSPC, EDQUOT or EFBIG.
-absl::Status PoolFullError(int error_number, std::string_view what);
+// Of a file that cannot be written or grow: OFD-1204, with what helps, for a full file system, else
+// OFD-1209.
+absl::Status FileErrorStatus(int error_number, std::string_view what);
 
 // A transfer that stopped at `done_bytes` without an error: the file is shorter than it was when it
 // was opened.

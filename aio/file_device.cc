@@ -51,11 +51,10 @@ absl::Status FileDevice::Resize(uint64_t size_bytes) {
   [[maybe_unused]] const int truncated = ::ftruncate(fd, static_cast<off_t>(old_bytes));
   struct statvfs info {};
   ::fstatvfs(fd, &info);
-  const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG;
-  const std::string what =
+  return FileErrorStatus(
+      error,
       absl::StrCat("a file of ", old_bytes, " bytes cannot become one of ", size_bytes,
-                   ", free are ", uint64_t{info.f_bavail} * info.f_frsize, ": ", ErrnoText(error));
-  return full ? PoolFullError(error, what) : MakeError(ErrorId::kIo, what);
+                   ", free are ", uint64_t{info.f_bavail} * info.f_frsize, ": ", ErrnoText(error)));
 }
 
 void FileDevice::SignalReady() {

@@ -11,6 +11,7 @@
 #include <cerrno>
 
 #include "absl/strings/str_cat.h"
+#include "aio/errno_status.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 
@@ -84,11 +85,8 @@ absl::Status AllocationRefused(const AllocationWish& wish, int error) {
                        "Raise the quota of this user (quota -s), remove old jobs with offloadctl "
                        "rm, or choose another drive");
     case EFBIG:
-      return MakeError(
-          ErrorId::kPoolFull,
-          absl::StrCat(wish.what, " needs a file of ", wish.file_bytes, " bytes: ", reason),
-          "Raise the limit of the size of files (ulimit -f), or choose a file system "
-          "that has larger ones");
+      return aio::FileErrorStatus(
+          error, absl::StrCat(wish.what, " needs a file of ", wish.file_bytes, " bytes: ", reason));
     case EIO:
     case EROFS:
       return MakeError(ErrorId::kIo, absl::StrCat(wish.what, ": fallocate: ", reason));
