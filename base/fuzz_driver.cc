@@ -82,8 +82,9 @@ TEST(FuzzTest, CorpusAndMutationsOfItAreHarmless) {
   std::vector<std::string> corpus = ReadCorpus();
   ASSERT_FALSE(corpus.empty()) << "no corpus in $FUZZ_CORPUS";
   for (const std::string& input : corpus) RunOne(input);
-  if (AcceptedInputs != nullptr)
+  if (AcceptedInputs != nullptr) {
     EXPECT_GT(AcceptedInputs(), 0) << "the corpus is that of messages as they once were";
+  }
   Random random(1);
   const auto begin = std::chrono::steady_clock::now();
   for (int i = 0; i < kMutations; ++i) {

@@ -442,24 +442,85 @@ Programs Edits() {
                if (step == 1)
                  nn::utils::vector_to_parameters(all.detach() * 0.5, s.model->parameters());
              }),
-      Refused(1601, Edited("vector_that_stays",
+      Edited("vector_that_stays",
+             [vector = std::make_shared<Tensor>()](Run& run, Setting& s, int step) {
+               if (step == 0)
+                 *vector = nn::utils::parameters_to_vector(s.model->parameters()).detach();
+               if (step == 1) {
+                 vector->mul_(0.5);
+                 nn::utils::vector_to_parameters(*vector, s.model->parameters());
+               }
+             }),
+      // Each of them may be written, and the others see it.
+      Edited("vector_that_is_the_parameters",
+             [vector = std::make_shared<Tensor>()](Run& run, Setting& s, int step) {
+               if (step < 0) {
+                 *vector = nn::utils::parameters_to_vector(s.model->parameters()).detach();
+                 nn::utils::vector_to_parameters(*vector, s.model->parameters());
+               }
+               run.See(*vector);  // what the step has made of it
+               vector->mul_(0.9);
+               run.See(*s.model);
+               Tensor& weight = LinearAt(s.model, 0).weight;
+               {
+                 const NoGradGuard no_grad;
+                 weight.mul_(1.1).add_(run.Noise(step + 9, weight.sizes()) * 0.01);
+                 run.See(*vector);
+                 run.See(Loss(run, s.model, step + 60));
+               }
+               vector->data()[step + 1] = 0.25;
+               run.See(s.engine->Gather(weight));
+               run.See(s.engine->Gather(weight, "master"));
+               static_cast<std::byte*>(vector->data_ptr())[3] = std::byte{0x3c};
+               std::stringstream file;
+               torch::save(s.model, file);
+               nn::Sequential copy = Perceptron(run);
+               torch::load(copy, file);
+               run.See(*copy);
+             }),
+      Edited("vector_that_is_written_and_gone",
+             [](Run& run, Setting& s, int step) {
+               {
+                 Tensor vector = nn::utils::parameters_to_vector(s.model->parameters()).detach();
+                 nn::utils::vector_to_parameters(vector, s.model->parameters());
+                 vector.add_(run.Noise(step + 9, vector.sizes()) * 0.01);
+               }
+               run.See(*s.model);
+             }),
+      Edited("vector_that_is_given_again",
+             [vector = std::make_shared<Tensor>()](Run& run, Setting& s, int step) {
+               if (step < 0)
+                 *vector = nn::utils::parameters_to_vector(s.model->parameters()).detach();
+               run.See(*vector);
+               nn::utils::vector_to_parameters(*vector, s.model->parameters());
+               // Its pieces keep what is in them when the parameters leave.
+               const Tensor other = *vector * 0.9;
+               if (step == 1) nn::utils::vector_to_parameters(other, s.model->parameters());
+               run.See(*vector);
+               if (step == 1) vector->zero_();
+               run.See(*s.model);
+               if (step == 1) *vector = other;
+             }),
+      Edited("set_data_with_a_view_that_stays",
+             [kept = std::make_shared<std::vector<Tensor>>()](Run& run, Setting& s, int step) {
+               Tensor& weight = LinearAt(s.model, 4).weight;
+               if (step < 0) kept->clear();
+               for (const Tensor& each : *kept) run.See(each);
+               const Tensor wide = run.Noise(step + 5, {weight.numel() + 7}) * 0.05;
+               weight.set_data(wide.narrow(0, 3, weight.numel()).view_as(weight));
+               kept->push_back(wide);
+               if (step >= 0) kept->front().mul_(2);
+               kept->back().mul_(0.5);
+               run.See(weight);
+             }),
+      Refused(1601, Edited("vector_of_two_parameters_in_one_place",
                            [vector = std::make_shared<Tensor>()](Run& run, Setting& s, int step) {
-                             if (step == 0)
-                               *vector =
-                                   nn::utils::parameters_to_vector(s.model->parameters()).detach();
-                             if (step == 1) {
-                               vector->mul_(0.5);
-                               nn::utils::vector_to_parameters(*vector, s.model->parameters());
-                             }
-                           })),
-      Refused(1601, Edited("vector_that_is_read_again",
-                           [vector = std::make_shared<Tensor>()](Run& run, Setting& s, int step) {
-                             if (step == 0) {
-                               *vector =
-                                   nn::utils::parameters_to_vector(s.model->parameters()).detach();
-                               nn::utils::vector_to_parameters(*vector, s.model->parameters());
-                             }
-                             if (step == 2) run.See(*vector);
+                             if (step != 1) return;
+                             Tensor& weight = LinearAt(s.model, 4).weight;
+                             *vector = run.Noise(3, {weight.numel()}) * 0.05;
+                             weight.set_data(vector->view_as(weight));
+                             Tensor& bias = LinearAt(s.model, 4).bias;
+                             bias.set_data(vector->narrow(0, 0, bias.numel()).view_as(bias));
                            })),
       // In one expression with what it was, and beside a graph and views of its old memory, which
       // keep that.

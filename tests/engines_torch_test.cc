@@ -298,7 +298,9 @@ std::vector<Tensor> TrainOneTrunk(at::ScalarType dtype, bool attaches, const std
     loss(one, 2 * step + 1).backward();
     first.step();
   }
-  if (attaches && first_step == 0) EXPECT_EQ(engine->step(), 2 * end_step);
+  if (attaches && first_step == 0) {
+    EXPECT_EQ(engine->step(), 2 * end_step);
+  }
   std::vector<Tensor> weights;
   for (const nn::Linear& part : {trunk, left, right})
     weights.push_back(part->weight.detach().clone());

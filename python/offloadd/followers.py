@@ -63,13 +63,15 @@ def copy_for_array(tensor, copy_of):
 
 
 class _Vector:
-    def __init__(self, vector, parameters):
+    """Of pieces that the shared object does not follow: of several ranks, on devices, of other strides."""
+
+    def __init__(self, vector, pieces):
         key = id(vector)
         self._vector, self._version = weakref.ref(vector, lambda _: _vectors.pop(key, None)), vector._version
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._pieces = [(begin, weakref.ref(parameter)) for begin, parameter in pieces]
 
     def has_any(self, ids):
-        return any(id(each()) in ids for each in self._parameters)
+        return any(id(each()) in ids for _, each in self._pieces)
 
     def check(self):
         vector = self._vector()
@@ -78,21 +80,19 @@ class _Vector:
                                  "parameters do not see", "Call vector_to_parameters() again, or keep no vector")
 
     def refresh(self, identities):
-        vector, begin = self._vector(), 0
-        for parameter in [each() for each in self._parameters] if vector is not None else ():
-            if parameter is None or id(parameter) not in identities:
-                return
-            vector.data[begin:begin + parameter.numel()].copy_(parameter.detach().reshape(-1))  # which torch does not count as a write
-            begin += parameter.numel()
+        vector = self._vector()
+        for begin, parameter in [(begin, each()) for begin, each in self._pieces] if vector is not None else ():
+            if parameter is not None and id(parameter) in identities:
+                vector.data[begin:begin + parameter.numel()].copy_(parameter.detach().reshape(-1))  # which torch does not count as a write
 
 
-def follow_vector(vector, parameters):
-    """A vector whose pieces the parameters have been given."""
-    ids = {id(parameter) for parameter in parameters}
+def follow_vector(vector, pieces):
+    """A vector, and (where one begins, the parameter that has been given it)."""
+    ids = {id(parameter) for _, parameter in pieces}
     for key in [key for key, each in list(_vectors.items()) if each.has_any(ids)]:
         _vectors.pop(key, None)
-    if not vector.is_inference():
-        _vectors[id(vector)] = _Vector(vector, parameters)
+    if pieces and not vector.is_inference():
+        _vectors[id(vector)] = _Vector(vector, pieces)
 
 
 def add(beneath):

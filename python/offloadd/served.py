@@ -503,16 +503,22 @@ class _Replaced:
         follower = None if stays else self._follower(parameter, may_leave, seen)
         is_followed = follower is not None and torch._C._storage_Use_Count(storage_of(parameter)) == 3
         is_of_graphs = is_taken and not stays and not is_followed and may_leave and self._is_of_graphs(parameter, follower, seen)
-        if is_taken and not stays and follower is None and not is_of_graphs:
-            raise Error.of(1601, f"a parameter of shape {list(self.own.shape)} was given a storage (p.data = x) that another tensor is over, "
-                                 "too: x, a view of it, or one in the graph of an output or a loss that is kept",
-                           "Set the value with p.copy_(x) under torch.no_grad(), or keep neither x nor the graph (loss.detach())")
+        is_seen = is_taken and not stays and follower is None and not is_of_graphs  # by tensors that can be told of every write
         followers.forget(parameter)
-        memory = follower_of_graphs(parameter) if is_of_graphs else follower_of(parameter) if not stays and parameter.device.type == "cpu" else None
+        Engine.forget_given(self.own)
+        memory = None
+        if is_of_graphs:
+            memory = follower_of_graphs(parameter)
+        elif not stays and not is_seen and parameter.device.type == "cpu":
+            memory = follower_of(parameter)
         version = self.own._version
         with torch.no_grad():
             self.own.copy_(parameter.detach())
-        if (is_left or is_of_graphs) and parameter.dtype.itemsize > 2:  # the version of narrower ones tells their masters
+            if is_seen and not Engine.share(self.own, parameter):
+                raise Error.of(1601, f"a parameter of shape {list(self.own.shape)} was given a storage (p.data = x) that another tensor is over, "
+                                     "too: x, a view of it, or one in the graph of an output or a loss that is kept",
+                               "Set the value with p.copy_(x) under torch.no_grad(), or keep neither x nor the graph (loss.detach())")
+        if (is_left or is_of_graphs or is_seen) and parameter.dtype.itemsize > 2:  # the version of narrower ones tells their masters
             _set_version(self.own, version)
         if not stays:
             _parameter_data.__set__(parameter, self.own)
@@ -689,18 +695,25 @@ def _refuse_to_share(original):
 
 
 def _set_from_vector(original):
-    """vector_to_parameters() points parameters at pieces of the vector; those that are offloaded take the values."""
+    """vector_to_parameters() points parameters at pieces of the vector; those that are offloaded take the values, and follow what is written there."""
 
     @functools.wraps(original)
     def call(vec, parameters):
         parameters = list(parameters)
         if not any(managed(parameter) for parameter in parameters):
             return original(vec, parameters)
-        begin = 0
+        begin, apart = 0, []
         with torch.no_grad():
             for parameter in parameters:
-                parameter.copy_(vec[begin:begin + parameter.numel()].view_as(parameter))
+                piece = vec[begin:begin + parameter.numel()].view_as(parameter)
+                if not managed(parameter):
+                    parameter.data = piece
+                else:
+                    Engine.forget_given(parameter)
+                    parameter.copy_(piece)
+                    if not Engine.share(parameter, piece):
+                        apart.append((begin, parameter))
                 begin += parameter.numel()
-        followers.follow_vector(vec, parameters)
+        followers.follow_vector(vec, apart)
 
     return call

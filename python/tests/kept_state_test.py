@@ -911,14 +911,41 @@ def pieces_of_a_vector_that_is_gone(run):
     return told + run.train(model, optimizer, first=3)
 
 
-@case(**REFUSED, refused=1601)
-def pieces_of_a_vector_that_is_kept_are_refused(run):
+@case(**FP32)
+def pieces_of_a_vector_that_is_kept(run):
+    """It is the parameters' memory, before and after the step that takes it."""
     model = run.model()
     optimizer = fused(model.parameters())
     run.attach(model, optimizer)
     vector = _flat(model) * 0.99
     _set_as_pieces(model, vector)
-    return run.train(model, optimizer), vector
+    vector.mul_(1.25)
+    told = [run.loss(model, 0).item()]
+    for step in range(4):
+        told += [*run.train(model, optimizer, steps=1, first=step), vector.clone()]
+        vector.mul_(0.99)
+        told += [run.loss(model, step).item(), vector.clone()]
+    return told, [p.detach().clone() for p in model.parameters()]
+
+
+@case(**FP32)
+def vector_after_the_job(run):
+    """The parameters are over it again."""
+    model = run.model()
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer, **({"weights_at_close": "memory"} if run.offloaded else {}))
+    vector = _flat(model) * 0.99
+    vector_to_parameters(vector, model.parameters())
+    told = run.train(model, optimizer)
+    vector.mul_(0.5)
+    if run.offloaded:
+        run.handles.pop().close()
+    told.append(run.loss(model, 0).item())
+    vector.mul_(0.5)
+    told.append(run.loss(model, 0).item())
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    return told, vector
 
 
 def _small(run):
@@ -1014,8 +1041,8 @@ def weights_trained_on_their_average_and_put_back(run):
     return told + [_step(model, optimizer, step) for step in range(3, 5)] + [p.detach().clone() for p in model.parameters()]
 
 
-@case(**REFUSED, refused=1601)
-def value_of_which_the_program_keeps_a_part_is_refused(run):
+@case(**FP32)
+def value_of_which_the_program_keeps_a_part(run):
     """Also where a graph has it, too, and no collection looks at what the program had before."""
     model = _small(run)
     optimizer = fused(model.parameters())
@@ -1025,7 +1052,10 @@ def value_of_which_the_program_keeps_a_part_is_refused(run):
     model[2].weight.data = value
     del value
     kept = model(torch.ones(4, 32)).mean()
-    return _step(model, optimizer, 0), part, kept
+    told = [_step(model, optimizer, 0), part.clone()]
+    part.fill_(0.5)
+    told += [_step(model, optimizer, 1), part.clone(), kept.item(), _backward_of_old(kept, model)]
+    return told + [_step(model, optimizer, step) for step in range(2, 4)] + [part, *(p.detach().clone() for p in model.parameters())]
 
 
 @case(**REFUSED, refused=1601)

@@ -421,16 +421,27 @@ def vector_that_is_kept_follows_the_steps(run):
     return told
 
 
-@case(types=("fp32",), memory=("floor",), refused=1601)
-def vector_that_is_written_later_is_refused(run):
+@case
+def vector_that_is_written_without_a_step(run):
+    """Parameters and vector are one memory, whichever is written, as evolution strategies do it."""
     model = run.model()
     optimizer = AdamW(model.parameters(), 1e-2, fused=True)
     run.attach(model, optimizer)
-    vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     torch.nn.utils.vector_to_parameters(vector, model.parameters())
-    run.train(model, optimizer)
-    vector.mul_(0.5)
-    run.train(model, optimizer)
+    told = []
+    for step in range(3):
+        vector.add_(torch.randn(vector.numel(), generator=torch.Generator().manual_seed(step)).to(vector.dtype), alpha=0.01)
+        told += [run.loss(model, step).item(), model.norm.bias.detach().clone()]
+        with torch.no_grad():
+            model.norm.bias.add_(0.125)
+            model.head.weight[1:3] = 0.5
+        told += [vector.clone(), *run.train(model, optimizer, steps=1, first=step), vector.clone()]
+        vector.data[step:9] = 0.25
+        told.append({name: value.clone() for name, value in model.state_dict().items()})
+    if vector.dtype == torch.float32:
+        vector.numpy()[5] = 3.0  # no write that torch counts
+    return told, model.blocks[0].qkv.weight.detach().clone(), run.train(model, optimizer, first=3)
 
 
 @case(types=("fp32",), memory=("double",))

@@ -498,6 +498,16 @@ TORCH_LIBRARY(offloadd, m) {
       .def_static("planes_of", &PlanesOf)
       .def_static("is_managed", &IsManaged)
       .def_static("leave_data", [] { WeightResidency::LeaveData(); })
+      .def_static("share",
+                  [](const at::Tensor& own, const at::Tensor& data) {
+                    auto* const weight = dynamic_cast<WeightResidency*>(Residency::Of(own));
+                    return weight != nullptr && weight->Share(own, data);
+                  })
+      .def_static("forget_given",
+                  [](const at::Tensor& own) {
+                    auto* const weight = dynamic_cast<WeightResidency*>(Residency::Of(own));
+                    if (weight != nullptr) weight->ForgetGiven();
+                  })
       // Around a step that an optimizer takes in this process.
       .def("begin_own_step",
            [](const Pointer& self, bool inside_passes) {

@@ -40,16 +40,6 @@ Reason OfType(at::ScalarType type) {
               : "Convert the module, module->to(torch::kFloat), before attaching it"};
 }
 
-// Its memory is given back when the bytes are in the daemon; memory that somebody else made for it
-// would stay behind with old values.
-bool IsInOwnMemory(const at::Tensor& tensor) {
-  static const c10::DeleterFnPtr kOrdinary = c10::GetCPUAllocator()->allocate(1).get_deleter();
-  if (Residency::Of(tensor) != nullptr) return false;
-  auto* const storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-  return storage->data_ptr().get_deleter() != kOrdinary && storage->allocator() == nullptr &&
-         HomePages::Of(*storage) == nullptr;
-}
-
 // Those parts of one storage that do not overlap and that nothing else uses, by TensorImpl.
 class LonelyParts {
  public:
@@ -127,7 +117,7 @@ const Reason* FirstReason(const at::Tensor& tensor, Memory memory, const LonelyP
   if (!tensor.device().is_cpu() && !HasAccelerator(tensor.device().type())) return &kDevice;
   if (!tensor.is_non_overlapping_and_dense()) return &kGaps;
   if (IsPart(tensor) && !parts.Have(tensor)) return &kPart;
-  if (memory == Memory::kOfTorch && IsInOwnMemory(tensor)) return &kOwnMemory;
+  if (memory == Memory::kOfTorch && IsMemoryOfProgram(tensor)) return &kOwnMemory;
   return nullptr;
 }
 
@@ -219,6 +209,14 @@ void CheckSupportedTypes(std::span<const NamedTensor> parameters) {
       refusal.Add(OfType(tensor.scalar_type()), name);
   }
   refusal.ThrowIfAny();
+}
+
+bool IsMemoryOfProgram(const at::Tensor& tensor) {
+  static const c10::DeleterFnPtr kOrdinary = c10::GetCPUAllocator()->allocate(1).get_deleter();
+  if (Residency::Of(tensor) != nullptr) return false;
+  auto* const storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  return storage->data_ptr().get_deleter() != kOrdinary && storage->allocator() == nullptr &&
+         HomePages::Of(*storage) == nullptr;
 }
 
 bool IsPart(const at::Tensor& tensor) {

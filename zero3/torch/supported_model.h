@@ -28,6 +28,11 @@ void CheckSupported(std::span<const NamedTensor> parameters, Memory memory,
 // The types alone, which is all that training in memory asks.
 void CheckSupportedTypes(std::span<const NamedTensor> parameters);
 
+// Whether its memory is the program's own, and no allocator's of torch (from_blob, a mapped file):
+// a parameter's is given back when the bytes are in the daemon, and this would stay behind with old
+// values.
+bool IsMemoryOfProgram(const at::Tensor& tensor);
+
 // Whether its memory has room for more than it.
 bool IsPart(const at::Tensor& tensor);
 

@@ -257,8 +257,12 @@ bool TensorEngine::MayHaveGradient(const at::Tensor& parameter) const {
   return sums_ != nullptr && known != ids_.end() && gradients_[known->second] != nullptr;
 }
 
-void TensorEngine::CheckGiven(bool writes) const {
-  for (WeightResidency* const weight : weights_) weight->CheckGiven(writes);
+void TensorEngine::SettleGiven(bool writes) const {
+  for (WeightResidency* const weight : weights_) weight->SettleGiven(writes);
+}
+
+void TensorEngine::RefreshGiven() const {
+  for (WeightResidency* const weight : weights_) weight->RefreshGiven();
 }
 
 // A rank's own gradients are not those of the step before all ranks have added theirs.
@@ -271,6 +275,11 @@ void TensorEngine::CheckIsNotInBackward() const {
 
 void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_now) {
   const Turn turn = TakeTurn();
+  TakeStep(updates, std::move(groups_now));
+  RefreshGiven();
+}
+
+void TensorEngine::TakeStep(std::span<const GroupUpdate> updates, GroupsNow groups_now) {
   CheckIsNotInBackward();
   Seal();
   CheckWhole();
@@ -280,7 +289,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   const bool updates_any = std::ranges::any_of(
       updates, [](const GroupUpdate& update) { return !update.tensors.empty(); });
   if (updates_any && attachment_->device() == nullptr) CheckInstructions();
-  CheckGiven(/*writes=*/true);
+  SettleGiven(/*writes=*/true);
   CheckGradientsOfWeights(updates);
   StayInFront();
   {
@@ -619,7 +628,7 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
   if (plane == "weight" && parameter.defined() && IsTable(parameter))
     return parameter.detach().clone();
   const uint32_t id = IdOf(parameter);
-  weights_[id]->CheckGiven(/*writes=*/false);
+  weights_[id]->SettleGiven(/*writes=*/false);
   Seal();
   const proto::Tensor& tensor = attachment_->tensor(id);
   const at::ScalarType own = parameter.scalar_type();

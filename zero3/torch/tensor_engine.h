@@ -399,7 +399,10 @@ class TensorEngine {
   // What opens before anything of a new job is made; nothing when it takes the tensors' values.
   std::optional<WeightFile> OpenInitialWeights();
   void RequireAttached() const;
-  void CheckGiven(bool writes) const;
+  void TakeStep(std::span<const GroupUpdate> updates, GroupsNow groups_now);
+  // Memory that set_data() gave parameters, before what the daemon does and after it.
+  void SettleGiven(bool writes) const;
+  void RefreshGiven() const;
   // OFD-1604 inside of a backward pass, with several ranks.
   void CheckIsNotInBackward() const;
   // OFD-1406 after a load that has failed midway.

@@ -125,9 +125,12 @@ void TensorEngine::LoadWeights(const std::string& path, const LoadOptions& optio
                           "Load the weights first, or take a step before"));
   }
   Seal();
-  CheckGiven(/*writes=*/true);
+  SettleGiven(/*writes=*/true);
   attachment_->EndRaw();
-  if (attachment_->world_size() == 1) return LoadAlone(path, options);
+  if (attachment_->world_size() == 1) {
+    LoadAlone(path, options);
+    return RefreshGiven();
+  }
   Exchange("");
   std::string failure;
   if (attachment_->rank() == 0) {
@@ -175,7 +178,7 @@ void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& opt
                                std::span<const std::string> left_out) {
   Seal();
   CheckWhole();
-  CheckGiven(/*writes=*/false);
+  SettleGiven(/*writes=*/false);
   const bool is_average = SavesAverage(options, averaging_.is_on());
   FollowBufferSizes();
   const auto is_saved = [&](const FileWeight& weight) {

@@ -90,7 +90,7 @@ void TensorEngine::AddLater(std::vector<Parameter> parameters, std::span<const N
                             std::span<const NamedTensor> buffers, bool are_all) {
   CheckGrows(parameters.front());
   CheckWhole();
-  CheckGiven(/*writes=*/true);
+  SettleGiven(/*writes=*/true);
   const LayoutPass alone(*this);
   attachment_->EndRaw();
   const auto first = static_cast<uint32_t>(declared_.size());

@@ -3,13 +3,13 @@
 // a.set_data(b.data()) puts a parameter over another one's storage: both are one for a while, as in
 // plain torch, and what belongs to them in the job stays where it is. When set_data() has come full
 // circle, each has one storage again, and the residencies exchange theirs with their values. A step
-// before that is refused (CheckGiven).
+// before that is refused (SettleGiven).
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 
+#include <memory>
 #include <mutex>
-#include <optional>
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
@@ -116,8 +116,7 @@ void WeightResidency::Exchange(WeightResidency& other, at::ScalarType type) {
     const at::Tensor like = at::empty({count}, at::TensorOptions(type).device(at::kMeta));
     return MakeManagedTensor(c10::Storage(of.swap_.Lock()), like);
   };
-  std::optional<Given> given = std::exchange(given_, std::nullopt);
-  std::optional<Given> others_given = std::exchange(other.given_, std::nullopt);
+  std::unique_ptr<GivenMemory> given = std::move(given_), others_given = std::move(other.given_);
   {
     at::Tensor own = elements(*this), others = elements(other);
     if (!at::equal(own, others)) {

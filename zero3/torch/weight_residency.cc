@@ -21,6 +21,7 @@
 #include "zero3/torch/device_memory.h"
 #include "zero3/torch/devices.h"
 #include "zero3/torch/operator_gate.h"
+#include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
@@ -111,11 +112,16 @@ void WeightResidency::Pin(Access access) {
   Lock lock(mutex_);
   for (;;) {
     if (closed_) ThrowStatus(attachment_->Ended(subject_));
-    CheckGivenLocked(writes);
+    if (HasGivenSince(writes)) {
+      TakeGiven(lock);
+      continue;
+    }
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
     if (raw_.is_shown() && state_ != State::kMoving) {
-      if (writes && attachment_->world_size() > 1 && Pins::CountOwn(this) == 0) {
-        // Ranks write together, whichever of them has used a pointer.
+      const bool is_alone = attachment_->world_size() == 1 && given_ == nullptr;
+      if (writes && !is_alone && Pins::CountOwn(this) == 0) {
+        // Ranks write together, whichever of them has used a pointer. And who has the memory that
+        // the parameter was given is to see what is written.
         lock.unlock();
         EndRaw(/*wait=*/true);
         lock.lock();
@@ -196,9 +202,11 @@ void WeightResidency::AddPin(Access access) {
 }
 
 void WeightResidency::WaitForOthers(Lock& lock) {
-  if (state_ == State::kWritten) return EndPut(lock);
+  if (state_ == State::kWritten && taker_ == WaitGraph::Thread()) return EndPut(lock);
   absl::InlinedVector<WaitGraph::Thread, 4> others;
-  if (state_ == State::kMoving) {
+  if (taker_ != WaitGraph::Thread() && taker_ != std::this_thread::get_id()) {
+    others.push_back(taker_);
+  } else if (state_ == State::kMoving) {
     others.push_back(mover_);
   } else if (uses_ > pins_) {
     return changed_.WaitForOthers(lock);  // an accelerator comes to its end by itself
@@ -356,6 +364,7 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
   const bool is_left = is_shared && torch_device_.is_cpu() && parameters_.size() == 1;
   if (other != nullptr || (is_shared && !is_left)) RefuseMemory(other != nullptr);
   const at::AutoGradMode no_grad(false);
+  ForgetGiven();
   if (is_left) {
     // Who looks at the old memory keeps it, beside `ram`; the parameter gets a storage of its own.
     attachment_->EnsureSealed();
@@ -373,10 +382,6 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
     const at::Tensor fresh = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter);
     parameter.unsafeGetTensorImpl()->shallow_copy_from(fresh.getIntrusivePtr());
   }
-  {
-    Lock lock(mutex_);
-    given_.reset();  // what was given before is the parameter's no more
-  }
   if (!at::equal(parameter, data)) parameter.variable_data().copy_(data);
   BecomeAlias(parameter, data);
 }
@@ -384,19 +389,48 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
 // Who has `data` itself has the parameter's memory, as in plain torch; who has another view of what
 // was its memory is noted.
 void WeightResidency::BecomeAlias(const at::Tensor& parameter, const at::Tensor& data) {
-  const c10::Storage storage = data.unsafeGetTensorImpl()->unsafe_storage();
-  const c10::VariableVersion version = data.unsafeGetTensorImpl()->version_counter();
+  std::unique_ptr<GivenMemory> given = NoteGiven(data);
   data.unsafeGetTensorImpl()->shallow_copy_from(parameter.getIntrusivePtr());
-  if (storage.use_count() == 1) return;
+  if (!given->IsHeld()) return;
   Lock lock(mutex_);
-  given_ =
-      Given{.storage = c10::weak_intrusive_ptr<c10::StorageImpl>(
-                c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl())),
-            .version = version,
-            .version_then = VersionOf(version)};
+  given_ = std::move(given);
 }
 
-void WeightResidency::CheckGiven(bool writes) {
+std::unique_ptr<GivenMemory> WeightResidency::NoteGiven(const at::Tensor& data) {
+  EndRaw(/*wait=*/true);  // who has a pointer would write without our knowledge
+  const at::TensorImpl& impl = *data.unsafeGetTensorImpl();
+  return std::make_unique<GivenMemory>(
+      impl.unsafe_storage(), impl.storage_offset() * impl.itemsize(), size_bytes_,
+      impl.version_counter(), IsMemoryOfProgram(data), MayFollow());
+}
+
+// Other ranks have memory of their own.
+bool WeightResidency::MayFollow() const {
+  return attachment_->world_size() == 1 && torch_device_.is_cpu() && parameters_.size() == 1;
+}
+
+bool WeightResidency::Share(const at::Tensor& own, const at::Tensor& data) {
+  const bool fits = Residency::Of(data) == nullptr && data.device() == own.device() &&
+                    data.layout() == at::kStrided && data.scalar_type() == own.scalar_type() &&
+                    data.sizes() == own.sizes() && HaveSameOrder(own, data);
+  if (!fits || !IsWhole(own) || !MayFollow() || closed()) return false;
+  const at::AutoGradMode no_grad(false);
+  ForgetGiven();
+  if (!at::equal(own, data)) own.variable_data().copy_(data);
+  std::unique_ptr<GivenMemory> given = NoteGiven(data);
+  Lock lock(mutex_);
+  given_ = std::move(given);
+  return true;
+}
+
+// What was given before is the parameter's no more; who had the parameter's memory then had that.
+void WeightResidency::ForgetGiven() {
+  Lock lock(mutex_);
+  if (HasGivenSince(/*writes=*/false)) TakeGiven(lock);
+  given_.reset();
+}
+
+void WeightResidency::SettleGiven(bool writes) {
   Lock lock(mutex_);
   if (away_ != nullptr) {
     ThrowStatus(MakeError(
@@ -407,14 +441,17 @@ void WeightResidency::CheckGiven(bool writes) {
         "the parameter a copy, set_data(other.detach().clone()), or tie them before attaching the "
         "module"));
   }
-  CheckGivenLocked(writes);
+  if (HasGivenSince(writes)) TakeGiven(lock);
 }
 
-void WeightResidency::CheckGivenLocked(bool writes) {
-  if (!given_.has_value()) return;
-  const bool was_written = VersionOf(given_->version) != given_->version_then;
-  if (!was_written && given_->storage.expired()) given_.reset();
-  if (!given_.has_value() || (!was_written && !writes)) return;
+bool WeightResidency::HasGivenSince(bool writes) {
+  if (given_ == nullptr || taker_ == std::this_thread::get_id() || Pins::CountOwn(this) > 0)
+    return false;
+  if (taker_ != WaitGraph::Thread()) return true;
+  const bool was_written = given_->WasWritten();
+  if (!was_written && !given_->IsHeld()) given_.reset();
+  if (given_ == nullptr || (!was_written && (!writes || given_->is_followed()))) return false;
+  if (given_->is_followed()) return true;
   ThrowStatus(MakeError(
       ErrorId::kUnsupportedModel,
       absl::StrCat(subject_,
@@ -424,6 +461,54 @@ void WeightResidency::CheckGivenLocked(bool writes) {
                                : "the program still has: it would not change with the parameter"),
       "Give the parameter a copy, set_data(values.clone()), "
       "vector_to_parameters(vector.clone(), …), or copy_() the values"));
+}
+
+// As an operator that writes it, before the one that asks for it.
+void WeightResidency::TakeGiven(Lock& lock) {
+  if (taker_ != WaitGraph::Thread()) return WaitForOthers(lock);
+  taker_ = std::this_thread::get_id();
+  lock.unlock();
+  const auto end = [&] {
+    lock.lock();
+    taker_ = WaitGraph::Thread();
+    changed_.NotifyAll();
+  };
+  try {
+    Pins pins;
+    pins.Add(this, Access::kOverwrite);
+    given_->CopyTo(BytesNow());
+    pins.Finish();
+  } catch (...) {
+    end();
+    throw;
+  }
+  end();
+}
+
+// Where it is pinned.
+std::byte* WeightResidency::BytesNow() {
+  return static_cast<std::byte*>(swap_.Lock()->mutable_data());
+}
+
+// What was written of the parameter, which who has the memory that it was given sees.
+void WeightResidency::GiveBack(const std::byte* bytes) {
+  if (given_ != nullptr && given_->is_followed() && taker_ != std::this_thread::get_id())
+    given_->CopyFrom(bytes);
+}
+
+void WeightResidency::RefreshGiven() {
+  {
+    Lock lock(mutex_);
+    if (given_ != nullptr && !given_->IsHeld()) given_.reset();
+    if (given_ == nullptr || !given_->is_followed() || swap_.Lock() == nullptr) return;
+  }
+  Pins pins;
+  pins.Add(this, Access::kRead);
+  {
+    Lock lock(mutex_);
+    GiveBack(BytesNow());
+  }
+  pins.Finish();
 }
 
 namespace {
@@ -516,6 +601,7 @@ bool WeightResidency::TakeTensor(at::Tensor target, const at::Tensor& source) {
   if (target.unsafeGetTensorImpl()->unsafe_storage().use_count() != 1 && torch_device_.is_cpu() &&
       parameters_.size() == 1)
     TakeData(target, target.clone(at::MemoryFormat::Preserve));
+  ForgetGiven();
   target.copy_(source);
   if (other == nullptr) BecomeAlias(target, source);
   return true;
@@ -543,6 +629,20 @@ void WeightResidency::ServeRaw(bool writes) {
   Lock lock(mutex_);
   for (;;) {
     if (closed_) ThrowStatus(attachment_->Ended(subject_));
+    if (HasGivenSince(writes)) {
+      TakeGiven(lock);
+      continue;
+    }
+    if (writes && given_ != nullptr) {
+      ThrowStatus(MakeError(
+          ErrorId::kUnsupportedModel,
+          absl::StrCat(subject_,
+                       " is written through a pointer, and the program has the memory that the "
+                       "parameter was given (set_data, vector_to_parameters): it would not change "
+                       "with the parameter"),
+          "Give the parameter a copy, set_data(values.clone()), "
+          "vector_to_parameters(vector.clone(), …)"));
+    }
     if (raw_.is_shown() && state_ != State::kMoving) {
       if (writes && !raw_.was_written()) raw_.AllowWriting();
       return;
@@ -930,6 +1030,7 @@ void WeightResidency::LetGo(Lock& lock) {
   }
   raw_.EndLending();
   if (state_ == State::kWriting) return PutBack(lock);
+  if (raw_.is_shown() && raw_.was_written()) GiveBack(swap_.home());
   state_ = State::kHome;
   if (std::exchange(acquired_, false)) attachment_->session().Release(tensor_);
   changed_.NotifyAll();
@@ -938,6 +1039,9 @@ void WeightResidency::LetGo(Lock& lock) {
 void WeightResidency::PutBack(Lock& lock) {
   state_ = State::kMoving;
   mover_ = std::this_thread::get_id();
+  if (!is_abandoned_ && device() == nullptr)
+    GiveBack(staging_ ? attachment_->region() + staging_.region_offset()
+                      : static_cast<const std::byte*>(private_.get()));
   lock.unlock();
   std::exception_ptr failure;
   bool is_put = true;
@@ -1075,6 +1179,11 @@ void WeightResidency::Close(c10::DataPtr bytes) {
     swap_.HandOver(std::move(initial));
     return;
   }
+  if (bytes && given_ != nullptr && given_->is_followed() && given_->IsHeld()) {
+    if (!given_->WasWritten()) given_->CopyFrom(static_cast<const std::byte*>(bytes.get()));
+    if (c10::DataPtr given = given_->Share()) bytes = std::move(given);
+  }
+  given_.reset();
   if (bytes) return swap_.HandOver(std::move(bytes));
   swap_.SetMessage(std::string(attachment_->Ended(subject_).message()));
   swap_.PointHome();

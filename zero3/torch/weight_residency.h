@@ -20,6 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "zero3/torch/attachment.h"
+#include "zero3/torch/given_memory.h"
 #include "zero3/torch/raw_access.h"
 #include "zero3/torch/residency.h"
 #include "zero3/torch/wait_graph.h"
@@ -75,9 +76,18 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser,
   // From now on set_data() replaces storages: the Python package watches `p.data = x` itself, and
   // copies the values before the next step.
   static void LeaveData() { takes_data_ = false; }
-  // What set_data() gave the parameter shares its memory in plain torch. Throws OFD-1601 when that
-  // was written since, or the parameter is about to be and the program still has the memory.
-  void CheckGiven(bool writes);
+  // Who has the memory that set_data() gave the parameter has the parameter's, in plain torch: what
+  // was written there becomes the weight. Throws OFD-1601 where that cannot be: it was written, or
+  // the parameter is about to be and the program still has the memory.
+  void SettleGiven(bool writes);
+  // The same for memory that the program has given otherwise: `own`, over the storage of the
+  // parameter, takes the values of `data`, and its memory. False, and nothing is done, where that
+  // cannot be.
+  bool Share(const at::Tensor& own, const at::Tensor& data);
+  // It has other memory from now on.
+  void ForgetGiven();
+  // The daemon has changed the weight: that memory gets it.
+  void RefreshGiven();
 
   void MakeRoomToWrite() override;
   void BeginPut() override;
@@ -124,7 +134,12 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser,
   void PutOver(const at::Tensor& parameter, c10::Storage storage) const;
   c10::Storage ForgetPlace();
   void MoveHome(std::byte* home, std::unique_ptr<LeftCopy> left);
-  void CheckGivenLocked(bool writes);
+  std::unique_ptr<GivenMemory> NoteGiven(const at::Tensor& data);
+  bool MayFollow() const;
+  bool HasGivenSince(bool writes);
+  void TakeGiven(Lock& lock);
+  void GiveBack(const std::byte* bytes);
+  std::byte* BytesNow();
   bool PinRaw(Access access, Lock& lock);
   std::byte* CopyForHome() const;
   std::byte* TakeHome(Access access);
@@ -195,13 +210,8 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser,
   c10::DataPtr private_;
   RawCopy raw_;  // at home; newer than the daemon's, and what operators use, while it is shown
   absl::InlinedVector<const c10::TensorImpl*, 1> parameters_;
-  // What set_data() gave, while others may have it.
-  struct Given {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    c10::VariableVersion version;  // which all views of the memory share
-    uint32_t version_then = 0;
-  };
-  std::optional<Given> given_;
+  std::unique_ptr<GivenMemory> given_;  // what set_data() gave, while others may have it
+  WaitGraph::Thread taker_;             // TakeGiven(): its pin looks no further
   // set_data() has put the parameter over the storage of this one, which is another parameter's;
   // null: it is over its own.
   WeightResidency* away_ = nullptr;
