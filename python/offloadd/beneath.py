@@ -6,7 +6,6 @@ import bisect
 import contextlib
 import ctypes
 import functools
-import hashlib
 import logging
 import sys
 import weakref
@@ -16,6 +15,7 @@ from torch.utils import _device
 
 from . import followers, served
 from .errors import Error
+from .library import Engine
 
 _log = logging.getLogger("offloadd")
 
@@ -98,7 +98,7 @@ class _Beneath:
 
     def __init__(self, name, parameter, former, owners):
         """`former`: a tensor over it; `owners`: who keeps it."""
-        self.name, self._parameter, self._owners = name, weakref.ref(parameter, lambda _: followers.drop(self)), owners
+        self.name, self.key, self._parameter, self._owners = name, id(parameter), weakref.ref(parameter, lambda _: followers.drop(self)), owners
         begin, end = _extent(former)
         memory = _from_buffer((ctypes.c_uint8 * (end - begin)).from_address(begin), dtype=former.dtype)
         self._memory = memory.as_strided(former.size(), former.stride(), 0)
@@ -134,7 +134,7 @@ class _Beneath:
         return [owner for owner in self._owners if _is_array(owner)]
 
     def _digest_now(self):
-        return hashlib.blake2b(memoryview(self._memory.contiguous().reshape(-1).view(torch.uint8).numpy()), digest_size=16).digest()
+        return Engine.digest(self._memory.contiguous())
 
     def is_written(self):
         return self._digest is not None and self._digest_now() != self._digest

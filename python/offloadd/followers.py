@@ -9,8 +9,10 @@ from .errors import Error
 
 _arrays = {}  # (id of the parameter, offset, size, stride) -> _Array
 _vectors = {}  # id of the vector -> _Vector
-_beneath = []  # memory that parameters had (beneath.py)
+_beneath = {}  # id of a parameter -> memory that it had (beneath.py)
+_looks = []  # the hook that looks before modules compute, while there is something to look at
 parameter_over = bool  # a function: the parameter of an open job that is over the storage of a tensor, None when there is none
+is_replaced = bool  # a function: whether it has a value by `p.data = x`, and its memory, until the next step
 
 
 class _Array:
@@ -70,13 +72,16 @@ class _Vector:
         self._vector, self._version = weakref.ref(vector, lambda _: _vectors.pop(key, None)), vector._version
         self._pieces = [(begin, weakref.ref(parameter)) for begin, parameter in pieces]
 
-    def has_any(self, ids):
+    def is_of(self, ids):
         return any(id(each()) in ids for _, each in self._pieces)
 
-    def check(self):
+    def is_written(self):
         vector = self._vector()
-        if vector is not None and vector._version != self._version:
-            raise Error.of(1601, f"the vector of {vector.numel()} elements that vector_to_parameters() was given has been written since, which the "
+        return vector is not None and vector._version != self._version
+
+    def check(self):
+        if self.is_written():
+            raise Error.of(1601, f"the vector of {self._vector().numel()} elements that vector_to_parameters() was given has been written since, which the "
                                  "parameters do not see", "Call vector_to_parameters() again, or keep no vector")
 
     def refresh(self, identities):
@@ -89,26 +94,50 @@ class _Vector:
 def follow_vector(vector, pieces):
     """A vector, and (where one begins, the parameter that has been given it)."""
     ids = {id(parameter) for _, parameter in pieces}
-    for key in [key for key, each in list(_vectors.items()) if each.has_any(ids)]:
+    for key in [key for key, each in list(_vectors.items()) if each.is_of(ids)]:
         _vectors.pop(key, None)
     if pieces and not vector.is_inference():
         _vectors[id(vector)] = _Vector(vector, pieces)
+        _look()
 
 
 def add(beneath):
     beneath.refresh()
-    _beneath.append(beneath)
+    _beneath.setdefault(beneath.key, []).append(beneath)
+    _look()
+
+
+def _look():
+    if not _looks:
+        _looks.append(torch.nn.modules.module.register_module_forward_pre_hook(_before_forward))
+
+
+def _before_forward(module, _):
+    """OFD-1601 where a module is about to compute with parameters that do not have what a program has written."""
+    if not _vectors and not _beneath:
+        while _looks:
+            _looks.pop().remove()
+        return
+    ids = {id(parameter) for parameter in module._parameters.values() if parameter is not None and not is_replaced(parameter)}
+    for each in [each for each in _vectors.values() if each.is_written() and each.is_of(ids)]:
+        each.check()
+    for each in [each for key in ids for each in _beneath.get(key, ())]:
+        each.check()
 
 
 def _held():
     """Of such memory: that which somebody still has."""
-    for each in [each for each in _beneath if not each.is_held()]:
+    for each in [each for each in _all_beneath() if not each.is_held()]:
         drop(each)
-    return list(_beneath)
+    return _all_beneath()
+
+
+def _all_beneath():
+    return [each for several in _beneath.values() for each in several]
 
 
 def check():
-    """Before a step: OFD-1601 where a program has written where parameters no longer are."""
+    """Before a step: as before a forward pass, of all parameters."""
     for each in [*_vectors.values(), *_held()]:
         each.check()
 
@@ -126,8 +155,11 @@ def refresh(identities):
 
 def drop(beneath):
     """Its parameter is gone, has other memory, or is in no job any more."""
-    if beneath in _beneath:
-        _beneath.remove(beneath)
+    several = _beneath.get(beneath.key, [])
+    if beneath in several:
+        several.remove(beneath)
+        if not several:
+            del _beneath[beneath.key]
         beneath.end()
 
 
@@ -140,7 +172,7 @@ def forget(parameter):
 
 def note_data_of(parameter):
     """`p.data` was asked for: what is written there leaves no mark."""
-    for each in _beneath:
+    for each in _beneath.get(id(parameter), ()):
         each.note_data_of(parameter)
 
 
@@ -167,5 +199,5 @@ def give_memory(followed):
 
 def end(identities):
     """A job ends: what follows its parameters stays as it is."""
-    for each in [each for each in _beneath if each.is_of(identities)]:
+    for each in [each for each in _all_beneath() if each.is_of(identities)]:
         drop(each)

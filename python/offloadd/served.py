@@ -548,6 +548,9 @@ def is_replaced(parameter):
     return id(parameter) in _replaced
 
 
+followers.is_replaced = is_replaced
+
+
 def forget_replaced(identities):
     for key in [key for key in _replaced if key in identities]:
         del _replaced[key]

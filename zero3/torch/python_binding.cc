@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/bytes_digest.h"
 #include "base/error.h"
 #include "base/parse_averaging.h"
 #include "kernels/optimizer.h"
@@ -502,6 +503,14 @@ TORCH_LIBRARY(offloadd, m) {
                   [](const at::Tensor& own, const at::Tensor& data) {
                     auto* const weight = dynamic_cast<WeightResidency*>(Residency::Of(own));
                     return weight != nullptr && weight->Share(own, data);
+                  })
+      // Of the bytes of a contiguous tensor in memory.
+      .def_static("digest",
+                  [](const at::Tensor& tensor) {
+                    BytesDigest digest;
+                    digest.Update(static_cast<const std::byte*>(tensor.const_data_ptr()),
+                                  tensor.nbytes());
+                    return static_cast<int64_t>(digest.Finish());
                   })
       .def_static("forget_given",
                   [](const at::Tensor& own) {
