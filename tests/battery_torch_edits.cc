@@ -501,6 +501,22 @@ Programs Edits() {
                run.See(*s.model);
                if (step == 1) *vector = other;
              }),
+      Edited("view_of_the_parameter_over_a_vector",
+             [kept = std::make_shared<std::vector<Tensor>>()](Run& run, Setting& s, int step) {
+               if (step < 0) kept->clear();
+               for (const Tensor& each : *kept) run.See(each);
+               const Tensor vector =
+                   nn::utils::parameters_to_vector(s.model->parameters()).detach();
+               nn::utils::vector_to_parameters(vector, s.model->parameters());
+               Tensor& weight = LinearAt(s.model, 4).weight;
+               kept->push_back(vector);
+               kept->push_back(weight.data());  // stays over that vector
+               weight.set_data(weight.data() * 0.5);
+               vector.mul_(0.9);
+               kept->back().narrow(0, 1, 2).fill_(0.25);
+               run.See(vector);
+               run.See(weight);
+             }),
       Edited("set_data_with_a_view_that_stays",
              [kept = std::make_shared<std::vector<Tensor>>()](Run& run, Setting& s, int step) {
                Tensor& weight = LinearAt(s.model, 4).weight;

@@ -505,7 +505,6 @@ class _Replaced:
         is_of_graphs = is_taken and not stays and not is_followed and may_leave and self._is_of_graphs(parameter, follower, seen)
         is_seen = is_taken and not stays and follower is None and not is_of_graphs  # by tensors that can be told of every write
         followers.forget(parameter)
-        Engine.forget_given(self.own)
         memory = None
         if is_of_graphs:
             memory = follower_of_graphs(parameter)
@@ -513,8 +512,10 @@ class _Replaced:
             memory = follower_of(parameter)
         version = self.own._version
         with torch.no_grad():
-            self.own.copy_(parameter.detach())
-            if is_seen and not Engine.share(self.own, parameter):
+            if not is_seen:
+                Engine.forget_given(self.own)
+                self.own.copy_(parameter.detach())
+            elif not Engine.share(self.own, parameter):
                 raise Error.of(1601, f"a parameter of shape {list(self.own.shape)} was given a storage (p.data = x) that another tensor is over, "
                                      "too: x, a view of it, or one in the graph of an output or a loss that is kept",
                                "Set the value with p.copy_(x) under torch.no_grad(), or keep neither x nor the graph (loss.detach())")
@@ -709,12 +710,11 @@ def _set_from_vector(original):
         with torch.no_grad():
             for parameter in parameters:
                 piece = vec[begin:begin + parameter.numel()].view_as(parameter)
-                if not managed(parameter):
+                if not managed(parameter) or is_shared(parameter):  # who looks at the memory that it had keeps that
                     parameter.data = piece
                 else:
-                    Engine.forget_given(parameter)
-                    parameter.copy_(piece)
                     if not Engine.share(parameter, piece):
+                        parameter.copy_(piece)
                         apart.append((begin, parameter))
                 begin += parameter.numel()
         followers.follow_vector(vec, apart)

@@ -928,6 +928,26 @@ def pieces_of_a_vector_that_is_kept(run):
     return told, [p.detach().clone() for p in model.parameters()]
 
 
+@case(types=("fp32", "bf16"))
+def what_looks_at_the_memory_that_a_vector_gave(run):
+    """Keeps it when the parameter has other memory, and sees what is written into the vector."""
+    model = _small(run)
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer)
+    before = model[2].bias.data
+    vector = _flat(model) * 0.99
+    vector_to_parameters(vector, model.parameters())
+    told = [before.clone(), _step(model, optimizer, 0)]
+    weight, part = model[0].weight.data, model[2].weight.detach()[1:]
+    model[0].weight.data = weight * 0.5
+    vector_to_parameters(torch.full((model[2].weight.numel(),), 0.125).to(weight.dtype), [model[2].weight])
+    vector.mul_(0.5)
+    told += [weight.clone(), _step(model, optimizer, 1), vector.clone()]
+    weight.add_(1)
+    vector_to_parameters(vector, model.parameters())
+    return told + [part.clone(), vector, _step(model, optimizer, 2), weight, *(p.detach().clone() for p in model.parameters())]
+
+
 @case(**FP32)
 def vector_after_the_job(run):
     """The parameters are over it again."""

@@ -437,6 +437,8 @@ def vector_that_is_written_without_a_step(run):
             model.norm.bias.add_(0.125)
             model.head.weight[1:3] = 0.5
         told += [vector.clone(), *run.train(model, optimizer, steps=1, first=step), vector.clone()]
+        torch.nn.utils.vector_to_parameters(vector, model.parameters())  # is no write
+        told += run.train(model, optimizer, steps=1, first=step + 9)
         vector.data[step:9] = 0.25
         told.append({name: value.clone() for name, value in model.state_dict().items()})
     if vector.dtype == torch.float32:

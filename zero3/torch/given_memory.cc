@@ -73,6 +73,10 @@ bool GivenMemory::IsHeld() const {
   return is_of_program_ || piece_->storage.use_count() > AllPieces::Get().Count(piece_->storage);
 }
 
+bool GivenMemory::Is(const c10::Storage& storage, size_t begin) const {
+  return piece_->storage.is_alias_of(storage) && piece_->begin == begin;
+}
+
 bool GivenMemory::is_followed() const { return piece_->is_followed; }
 
 // resize_() may have made it smaller.

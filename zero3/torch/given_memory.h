@@ -36,6 +36,7 @@ class GivenMemory {
 
   // Whether the program still has it.
   bool IsHeld() const;
+  bool Is(const c10::Storage& storage, size_t begin) const;
   // False from the moment when a second parameter has been given a part of it.
   bool is_followed() const;
   // Since both sides were the same: by whatever means where it is followed, else by operators.

@@ -202,9 +202,10 @@ void WeightResidency::AddPin(Access access) {
 }
 
 void WeightResidency::WaitForOthers(Lock& lock) {
-  if (state_ == State::kWritten && taker_ == WaitGraph::Thread()) return EndPut(lock);
+  const bool is_taken = taker_ != WaitGraph::Thread() && taker_ != std::this_thread::get_id();
+  if (state_ == State::kWritten && !is_taken) return EndPut(lock);
   absl::InlinedVector<WaitGraph::Thread, 4> others;
-  if (taker_ != WaitGraph::Thread() && taker_ != std::this_thread::get_id()) {
+  if (is_taken) {
     others.push_back(taker_);
   } else if (state_ == State::kMoving) {
     others.push_back(mover_);
@@ -294,9 +295,11 @@ class WeightResidency::LeftCopy {
 
   std::byte* bytes() const { return filled_; }
   void Show() { copy_.Show(std::exchange(filled_, nullptr), /*writable=*/true); }
-  static c10::DataPtr AsDataPtr(std::unique_ptr<LeftCopy> left) {
-    std::byte* const home = left->home_;
-    return {home, left.release(), [](void* context) { delete static_cast<LeftCopy*>(context); },
+  // `shared`: the memory that the parameter was given, which who looks has as well; or none.
+  static c10::DataPtr AsDataPtr(std::unique_ptr<LeftCopy> left, c10::DataPtr shared) {
+    void* const bytes = shared ? shared.get() : left->home_;
+    left->shared_ = std::move(shared);
+    return {bytes, left.release(), [](void* context) { delete static_cast<LeftCopy*>(context); },
             c10::Device(c10::kCPU)};
   }
 
@@ -305,13 +308,15 @@ class WeightResidency::LeftCopy {
   std::byte* const home_;
   RawCopy copy_;
   std::byte* filled_ = nullptr;
+  c10::DataPtr shared_;
 };
 
 // The storage leaves with our home; another range is that of the next one.
-void WeightResidency::MoveHome(std::byte* home, std::unique_ptr<LeftCopy> left) {
+void WeightResidency::MoveHome(std::byte* home, std::unique_ptr<LeftCopy> left,
+                               c10::DataPtr shared) {
   left->Show();
   RemoveRawRange(swap_.home());
-  swap_.HandOver(LeftCopy::AsDataPtr(std::move(left)));
+  swap_.HandOver(LeftCopy::AsDataPtr(std::move(left), std::move(shared)));
   swap_.MoveHome(home);
   raw_.MoveHome(home);
   if (attachment_->serves_raw()) AddRawRange(home, size_bytes_, this);
@@ -364,7 +369,7 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
   const bool is_left = is_shared && torch_device_.is_cpu() && parameters_.size() == 1;
   if (other != nullptr || (is_shared && !is_left)) RefuseMemory(other != nullptr);
   const at::AutoGradMode no_grad(false);
-  ForgetGiven();
+  std::unique_ptr<GivenMemory> given = ForgetGiven();
   if (is_left) {
     // Who looks at the old memory keeps it, beside `ram`; the parameter gets a storage of its own.
     attachment_->EnsureSealed();
@@ -378,10 +383,12 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
     Lock lock(mutex_);
     while (state_ != State::kHome) WaitForOthers(lock);
     const c10::Storage left = parameter.unsafeGetTensorImpl()->unsafe_storage();
-    MoveHome(home, std::move(old));
+    const bool is_given = given != nullptr && given->is_followed();
+    MoveHome(home, std::move(old), is_given ? given->Share() : c10::DataPtr());
     const at::Tensor fresh = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter);
     parameter.unsafeGetTensorImpl()->shallow_copy_from(fresh.getIntrusivePtr());
   }
+  given.reset();  // the same memory may be given again
   if (!at::equal(parameter, data)) parameter.variable_data().copy_(data);
   BecomeAlias(parameter, data);
 }
@@ -414,20 +421,26 @@ bool WeightResidency::Share(const at::Tensor& own, const at::Tensor& data) {
                     data.layout() == at::kStrided && data.scalar_type() == own.scalar_type() &&
                     data.sizes() == own.sizes() && HaveSameOrder(own, data);
   if (!fits || !IsWhole(own) || !MayFollow() || closed()) return false;
+  {
+    const at::TensorImpl& impl = *data.unsafeGetTensorImpl();
+    const Lock lock(mutex_);
+    if (given_ != nullptr &&
+        given_->Is(impl.unsafe_storage(), impl.storage_offset() * impl.itemsize()))
+      return true;
+  }
   const at::AutoGradMode no_grad(false);
   ForgetGiven();
-  if (!at::equal(own, data)) own.variable_data().copy_(data);
+  own.copy_(data);
   std::unique_ptr<GivenMemory> given = NoteGiven(data);
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   given_ = std::move(given);
   return true;
 }
 
-// What was given before is the parameter's no more; who had the parameter's memory then had that.
-void WeightResidency::ForgetGiven() {
+std::unique_ptr<GivenMemory> WeightResidency::ForgetGiven() {
   Lock lock(mutex_);
   if (HasGivenSince(/*writes=*/false)) TakeGiven(lock);
-  given_.reset();
+  return std::move(given_);
 }
 
 void WeightResidency::SettleGiven(bool writes) {

@@ -84,8 +84,8 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser,
   // parameter, takes the values of `data`, and its memory. False, and nothing is done, where that
   // cannot be.
   bool Share(const at::Tensor& own, const at::Tensor& data);
-  // It has other memory from now on.
-  void ForgetGiven();
+  // It has other memory from now on. Returns what it had, whose values it has; or null.
+  std::unique_ptr<GivenMemory> ForgetGiven();
   // The daemon has changed the weight: that memory gets it.
   void RefreshGiven();
 
@@ -133,7 +133,7 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser,
   void Exchange(WeightResidency& other, at::ScalarType type);
   void PutOver(const at::Tensor& parameter, c10::Storage storage) const;
   c10::Storage ForgetPlace();
-  void MoveHome(std::byte* home, std::unique_ptr<LeftCopy> left);
+  void MoveHome(std::byte* home, std::unique_ptr<LeftCopy> left, c10::DataPtr shared);
   std::unique_ptr<GivenMemory> NoteGiven(const at::Tensor& data);
   bool MayFollow() const;
   bool HasGivenSince(bool writes);
