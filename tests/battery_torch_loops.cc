@@ -1,5 +1,6 @@
 // Programs of the battery that differ in how they train: loops, losses, optimizers, schedules.
 
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <torch/autograd.h>
@@ -9,6 +10,7 @@
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/serialize.h>
 
+#include <cfenv>
 #include <cmath>
 #include <memory>
 #include <sstream>
@@ -746,6 +748,23 @@ Programs Loops() {
                   TrainStep(run, s.model, *s.optimizer, step);
                 }
               }),
+      // What the daemon computes with is found out while it is attached.
+      {"attached_while_arithmetic_is_another",
+       [](Run& run) {
+         Setting s(run);
+         {
+           struct OtherArithmetic {
+             OtherArithmetic() {
+               at::globalContext().setFlushDenormal(true);
+               std::fesetround(FE_UPWARD);
+             }
+             ~OtherArithmetic() { std::fesetenv(FE_DFL_ENV); }
+           } const other;
+           s.AdamW();
+         }
+         Train(run, s.model, *s.optimizer, 0, 3);
+         s.End();
+       }},
       WithAdamW("anomaly_detection",
                 [](Run& run, Setting& s) {
                   const torch::autograd::DetectAnomalyGuard guard;

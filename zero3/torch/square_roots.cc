@@ -5,6 +5,7 @@
 #include <ATen/ops/sqrt.h>
 #include <c10/core/InferenceMode.h>
 
+#include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <future>
@@ -51,10 +52,16 @@ bool MeasureDoubles() {
 
 // On a thread of its own: torch settles a thread's number of threads with the first operation that
 // is large enough, and products before it are computed with another one. On the trainer's thread
-// that would change the bits of what follows.
+// that would change the bits of what follows. It begins with the arithmetic of the trainer's
+// thread, which may flush denormal numbers or trap: the daemon's has neither.
 template <typename Result>
 Result OnOwnThread(Result (*measure)()) {
-  return std::async(std::launch::async, measure).get();
+  return std::async(std::launch::async,
+                    [measure] {
+                      std::fesetenv(FE_DFL_ENV);
+                      return measure();
+                    })
+      .get();
 }
 
 }  // namespace
