@@ -7,7 +7,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
@@ -41,6 +43,44 @@ proto::SubmissionEntry Transfer(proto::RingOperation operation, uint64_t offset,
   entry.region_offset = region_offset;
   return entry;
 }
+
+// The jobs that sessions of this process have. The lock of a store tells only which daemon has it,
+// and behind a time in which a dead run's writes may land: this process would wait for itself.
+class OpenJobs {
+ public:
+  static OpenJobs& Instance() {
+    static auto* const kInstance = new OpenJobs;
+    return *kInstance;
+  }
+  // OFD-1205. `health` is the session's, and outlives the entry.
+  absl::Status Enter(const Health* health, const JobOptions& options) {
+    // Several ranks have it together; and an attempt before may have failed.
+    if (options.world.world_size > 1) return absl::OkStatus();
+    Leave(health);
+    absl::MutexLock lock(&mutex_);
+    for (const Entry& entry : entries_) {
+      if (entry.job != options.job || entry.pool != options.pool || !entry.health->ok()) continue;
+      return MakeError(ErrorId::kStoreLocked,
+                       absl::StrCat("job ", options.job, " is open in this process already"),
+                       "Attach further modules to the engine that has it, close that first, or "
+                       "choose another job name");
+    }
+    entries_.push_back({health, options.pool, options.job});
+    return absl::OkStatus();
+  }
+  void Leave(const Health* health) {
+    absl::MutexLock lock(&mutex_);
+    std::erase_if(entries_, [&](const Entry& entry) { return entry.health == health; });
+  }
+
+ private:
+  struct Entry {
+    const Health* health;
+    std::string pool, job;
+  };
+  absl::Mutex mutex_;
+  std::vector<Entry> entries_ ABSL_GUARDED_BY(mutex_);
+};
 
 }  // namespace
 
@@ -195,6 +235,7 @@ absl::Status Session::Impl::Step(const StepCommand& command) {
 }
 
 void Session::Impl::Close() {
+  OpenJobs::Instance().Leave(&health);
   monitor.StopTrace();
   if (rings != nullptr) rings->Stop();
   // A forked child keeps its copy of the socket open; a shutdown the daemon sees all the same.
@@ -227,6 +268,7 @@ Session::~Session() {
 
 absl::StatusOr<JobInfo> Session::OpenJob(const JobOptions& options) {
   impl_->world = options.world;
+  OFFLOAD_RETURN_IF_ERROR(OpenJobs::Instance().Enter(&impl_->health, options));
   OFFLOAD_ASSIGN_OR_RETURN(JobInfo info, impl_->control->OpenJob(options));
   OFFLOAD_RETURN_IF_ERROR(impl_->MapMemory(info));
   OFFLOAD_RETURN_IF_ERROR(impl_->StartTrace(options.job));
@@ -306,6 +348,7 @@ absl::StatusOr<std::vector<std::string>> Session::Exchange(const std::string& da
 const World& Session::world() const { return impl_->world; }
 
 absl::Status Session::CloseJob() {
+  OpenJobs::Instance().Leave(&impl_->health);
   impl_->monitor.StopTrace();  // while the daemon still has something to tell
   return impl_->control->CloseJob();
 }
