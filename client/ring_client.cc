@@ -30,6 +30,9 @@ using proto::TensorState;
 // How long a thread looks for a completion itself: about what an awake daemon needs for a step.
 constexpr int64_t kLookNanoseconds = 200'000;
 
+// After so long it is found that the program has closed the session's descriptors.
+constexpr int kDescriptorsMilliseconds = 1000;
+
 absl::Status Version(const char* memory, uint32_t magic, uint32_t version) {
   return MakeError(ErrorId::kProtocolVersion,
                    absl::StrCat("the ", memory, " has magic ", magic, ", version ", version));
@@ -376,6 +379,10 @@ void RingClient::Run() {
         if (reason.ok()) reason = proto::ReasonOfEnd(options_.socket);
         return EndSession(options_.describe_end ? options_.describe_end(reason) : reason);
       }
+      case Event::kDescriptorsClosed:
+        return EndSession(MakeError(
+            ErrorId::kSessionEnded, "the program has closed the session's file descriptors",
+            "Close those that the program has opened, or all of them before the engine is open"));
       case Event::kStopped:
         return EndSession(options_.health->status());
     }
@@ -436,7 +443,12 @@ RingClient::Event RingClient::WaitForEvent() {
                      {.fd = options_.socket, .events = POLLRDHUP},
                      {.fd = options_.pidfd, .events = POLLIN},
                      {.fd = doorbell, .events = POLLIN}};
-  if (::poll(events, std::size(events), -1) < 0) return Event::kWork;  // EINTR
+  // Looks now and then, as closing a descriptor does not end the poll that waits for it.
+  if (::poll(events, std::size(events), kDescriptorsMilliseconds) < 0)
+    return Event::kWork;  // EINTR
+  for (const pollfd& event : events) {
+    if ((event.revents & POLLNVAL) != 0) return Event::kDescriptorsClosed;
+  }
   // Emptied before the question is asked: what is written after that wakes the next poll.
   eventfd_t ignored = 0;
   ::eventfd_read(wake_.get(), &ignored);

@@ -149,7 +149,7 @@ class RingClient {
   absl::Status TakeCompletions();
   void Look() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Dispatch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  enum class Event { kWork, kDaemonEnded, kStopped };
+  enum class Event { kWork, kDaemonEnded, kDescriptorsClosed, kStopped };
   Event WaitForEvent();
   void EndSession(const absl::Status& fault);
 

@@ -18,6 +18,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iostream>
 #include <iterator>
 #include <memory>
 #include <string>
@@ -556,6 +557,30 @@ TEST(SeveralEnginesTest, SecondEngineOfTheSameJobIsRefused) {
     second->AdamW(*two, torch::optim::AdamWOptions(1e-3))->step();
   });
   EXPECT_EQ(engine->step(), 1);
+}
+
+// A closed descriptor ends neither a wait for it nor the session at the daemon.
+TEST(SeveralEnginesTest, ProgramThatClosesTheDescriptorsIsTold) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto close_and_step = [] {
+    SetOffloading(true);
+    nn::Linear layer(128, 128);
+    auto engine = Engine::Open(OptionsFor("closed"));
+    auto optimizer = engine->AdamW(*layer, torch::optim::AdamWOptions(1e-3));
+    try {
+      for (int step = 0; step < 4; ++step) {
+        layer->forward(Numbers(step, {2, 128})).sum().backward();
+        optimizer->step();
+        if (step == 1) ::closefrom(3);
+      }
+    } catch (const Error& error) {
+      std::cerr << error.what() << '\n';
+      ::_exit(3);
+    }
+    ::_exit(0);
+  };
+  EXPECT_EXIT(close_and_step(), testing::ExitedWithCode(3),
+              "OFD-1802 the program has closed the session's file descriptors");
 }
 
 // ---- Threads on one model ----------------------------------------------------------------------
