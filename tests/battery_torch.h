@@ -73,6 +73,7 @@ Programs LoopPrograms();
 Programs EditPrograms();
 Programs LifePrograms();
 Programs StridePrograms();
+Programs PaperPrograms();
 
 // ---- What many programs do ---------------------------------------------------------------------
 
