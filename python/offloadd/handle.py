@@ -21,7 +21,7 @@ from .growth import Grows, with_those_gone
 from .kinds import Kinds, check_together
 from .library import Engine, bytes_of, tensor_of
 from .named_tensors import Reassigned, buffers_beside, buffers_of, check_left_out, names_of, tables_of, with_strangers
-from .optimizer import check_free, has_stepped, refuse_unless_kept, shaped_as
+from .optimizer import check_free, check_state_is_its_own, has_stepped, refuse_unless_kept, shaped_as
 from .optimizer_part import Part
 from .options import job_of, own_state_of, pool_of, reduces_gradients
 from .recipes import check_arithmetic, is_narrow, is_table, parameters_of, recipe_of
@@ -130,6 +130,8 @@ class Handle(Grows, jobs.OfProcess):
                 raise Error.of(1604, f"the optimizer's moments are in job {former}, and this is a new one",
                                f"Attach to job {former}, or make a new optimizer")
             recipes.append(recipe_of(optimizer, models if self._engine.world_size() == 1 else ()))
+            if not recipes[-1].is_foreign and self._engine.step_count() == 0:
+                check_state_is_its_own(optimizer)
         check_together({recipe.kind for recipe in recipes if not recipe.is_foreign})
         if any(not recipe.is_foreign for recipe in recipes) and any(p.requires_grad for model in models for p in model.parameters()):
             check_arithmetic()
@@ -211,6 +213,7 @@ class Handle(Grows, jobs.OfProcess):
         kept = part.kept_in_memory()
         if kept[0]:
             self._engine.begin_with(*kept)
+            part.note_given()
 
     # ---- An optimizer of the daemon's that goes on in this process ----
 

@@ -8,13 +8,14 @@ import collections
 import copy
 import copyreg
 import functools
+import gc
 import sys
 
 import torch
 
 from . import state_hooks
 from .errors import Error
-from .optimizer_state import refuse_write
+from .optimizer_state import StateOfAll, refuse_write
 from .recipes import is_narrow, number, parameters_of, refuse
 
 
@@ -125,6 +126,35 @@ def has_stepped(optimizer):
         elif any(value is not None for value in state.values()):
             return True
     return False
+
+
+def _kept_tensors(optimizer):
+    return [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def shares_state(optimizer):
+    """Whether an optimizer of other parameters, which is alive, goes on with tensors of its state: torch's load_state_dict() takes those of another's
+    state_dict() as they are, and a step of either is in both."""
+    kept = _kept_tensors(optimizer)
+    if not kept:
+        return False
+    ids, mine = set(map(id, kept)), set(map(id, parameters_of(optimizer)))
+    gc.collect()  # one that is gone steps no more
+    for other in [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]:
+        state = getattr(other, "state", None)
+        if not isinstance(state, dict) or not mine.isdisjoint(map(id, parameters_of(other))):
+            continue  # itself, one around it, or one in whose place it is
+        if state.goes_on_with(kept) if isinstance(state, StateOfAll) else not ids.isdisjoint(map(id, _kept_tensors(other))):
+            return True
+    return False
+
+
+def check_state_is_its_own(optimizer):
+    """The job has the moments elsewhere than in these tensors."""
+    if shares_state(optimizer):
+        refuse("the optimizer and another one have the same tensors in their state, since one has loaded what state_dict() of the other gives: torch's "
+               "would both go on with them", "Load copies, optimizer.load_state_dict(copy.deepcopy(other.state_dict())), or drop the other one before "
+               "attach()")
 
 
 def put_step(optimizer, step):

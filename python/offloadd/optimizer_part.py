@@ -463,6 +463,10 @@ class Part:
 
         return self._as_columns(row for row in self._rows(state_of) if row[1] or row[2])
 
+    def note_given(self):
+        """Of what kept_in_memory() has: a state_dict() of before attach() has the same tensors, with which torch would go on."""
+        self._state.note_given({parameter: state for parameter, state in self.optimizer.state.items() if isinstance(state, dict)})
+
     def load(self, load_groups, state_dict):
         """load_state_dict(): groups and state are those of the dictionary. The state is durable with the next step()."""
         self.settle()

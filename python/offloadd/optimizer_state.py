@@ -387,6 +387,12 @@ class StateOfAll(collections.defaultdict):
                 if is_kept and not isinstance(value, ShownState):
                     self._given[id(parameter), key] = weakref.ref(value)
 
+    def goes_on_with(self, tensors):
+        """Whether torch would, with one of these: it is shown, or was given."""
+        given = {id(each()) for each in self._given.values()}
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.is_open() and any(id(each) in given or isinstance(each, ShownState) and _whole(each)._place.state() is self for each in tensors)
+
     def refresh_given(self, states):
         """Before they are loaded."""
         for parameter, state in states.items():

@@ -18,7 +18,7 @@ from .errors import class_of
 from .kinds import are_together
 from .library import is_disabled
 from .loaded import Loaded
-from .optimizer import has_stepped
+from .optimizer import has_stepped, shares_state
 from .recipes import parameters_of, recipe_of, served_class_of
 
 _log = logging.getLogger("offloadd")
@@ -339,10 +339,23 @@ class Watch:
         elif not mine.isdisjoint(taken):  # a part of it, a new head of a model that was trained, has its forward pass, too
             self._waiting.update((id(each), class_of(each)) for each in free)
             free = []
-        elif open_handles:
+        else:
+            free = self._with_a_state_of_their_own(free)
+        if free and open_handles:
             _log.warning("offloadd: %s is trained while the model of job %s is still there: it has a job of its own, with as much ram again",
                          class_of(module), open_handles[0].job)
         return free
+
+    def _with_a_state_of_their_own(self, optimizers):
+        """The others go on with tensors of one of another model, whose state_dict() they have loaded, and stay beside that."""
+        shared = [each for each in optimizers if shares_state(each)]
+        for each in shared:
+            _log.warning("offloadd: %s has loaded what state_dict() of another optimizer gives, and goes on with the same tensors as that: what it trains "
+                         "stays in memory, and its steps are not part of a job. To change that have it load copies, copy.deepcopy(state_dict)",
+                         class_of(each))
+        if len(shared) == len(optimizers):
+            self._wait_no_more()
+        return [each for each in optimizers if each not in shared]
 
     @staticmethod
     def _tell_of_copies(handle, trained):

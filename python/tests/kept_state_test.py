@@ -53,6 +53,60 @@ attached_in_the_middle(lambda p: SGD(p, 0.1, momentum=0.9, dampening=0.1, nester
 attached_in_the_middle(lambda p: SGD(p, 0.1))("sgd")
 
 
+@case(types=("fp32",))
+def state_dict_of_before_attach_goes_on(run):
+    """It has the optimizer's own tensors, and is loaded later."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    told = run.train(model, optimizer, steps=2)
+    kept = optimizer.state_dict()
+    run.attach(model, optimizer)
+    told += run.train(model, optimizer, steps=2, first=2)
+    optimizer.load_state_dict(kept)
+    return told + run.train(model, optimizer, steps=2, first=4), copied_states_of(optimizer)
+
+
+def tensors_of_two_optimizers_are_refused(how):
+    """A case: one optimizer has loaded what the other's state_dict() gives, and torch's go on with the same tensors."""
+
+    def function(run):
+        model = run.model()
+        optimizer = fused(model.parameters())
+        run.train(model, optimizer)
+        if not run.offloaded:
+            return
+        twin = copy.deepcopy(model)
+        other = fused(twin.parameters())
+        if how == "attached":
+            run.attach(model, optimizer)
+        other.load_state_dict(optimizer.state_dict())
+        if how == "together":
+            run.attach([model, twin], [optimizer, other])
+        elif how == "in_turn":
+            run.attach(model, optimizer)
+        run.attach(twin, other)
+
+    function.__name__ = f"tensors_of_two_optimizers_are_refused_{how}"
+    case(function, refused=1604, **REFUSED)
+
+
+for each in ("together", "in_turn", "attached", "beside_one_in_memory"):
+    tensors_of_two_optimizers_are_refused(each)
+
+
+@case(types=("fp32",))
+def state_of_an_optimizer_that_is_gone_or_of_the_same_parameters(run):
+    model = run.model()
+    gone, former = AdamW(copy.deepcopy(model).parameters(), 1e-3), AdamW(model.parameters(), 1e-3)
+    told = run.train(model, former)
+    gone.load_state_dict(former.state_dict())
+    optimizer = AdamW(model.parameters(), 1e-2)
+    optimizer.load_state_dict(gone.state_dict())
+    del gone
+    run.attach(model, optimizer)
+    return told + run.train(model, optimizer, first=3), copied_states_of(optimizer)
+
+
 @case
 def parameters_of_different_ages(run):
     model = run.model()

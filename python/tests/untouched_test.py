@@ -108,6 +108,37 @@ second_optimizer_of_the_same_parameters("LBFGS")
 second_optimizer_of_the_same_parameters("Adam")
 
 
+TWIN = """
+import copy, json, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+told = []
+for step in range(6):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 2:
+        twin = copy.deepcopy(model)
+        other = torch.optim.AdamW(twin.parameters(), 1e-3)
+        other.load_state_dict(optimizer.state_dict())
+    if step > 2:
+        twin(x).square().mean().backward()
+        other.step()
+        other.zero_grad()
+print(json.dumps([[p.tolist() for p in [*model.parameters(), *twin.parameters()]], hasattr(optimizer, "_offload_part"), hasattr(other, "_offload_part")]))
+"""
+
+
+@case(**ONE)
+def another_optimizer_that_goes_on_with_the_same_tensors(run):
+    (told, first, second), messages = run_script(run, TWIN)
+    assert (first, second) == (run.offloaded, False)
+    assert ("goes on with the same tensors" in messages) == run.offloaded, messages
+    return told
+
+
 LAZY = """
 import json, torch
 torch.manual_seed(0)
