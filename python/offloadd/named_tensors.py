@@ -98,6 +98,8 @@ class Reassigned:
         # (module, how many buffers it has, the keys of those that are there)
         self._there = [(weakref.ref(module), len(module._buffers), {key for key, buffer in module._buffers.items() if buffer is not None})
                        for module in {**own, **others}.values() if not isinstance(module, torch.jit.ScriptModule)]
+        self._not_kept = [(weakref.ref(module), key, []) for module in {**own, **others}.values() if not isinstance(module, torch.jit.ScriptModule)
+                          for key in sorted(module._non_persistent_buffers_set)]
 
     @staticmethod
     def _at(place, kind, key):
@@ -132,6 +134,20 @@ class Reassigned:
             _log.warning("offloadd: buffer %s of %s was not there when it was attached: what it holds is not part of the job, and a run that is resumed "
                          "begins without it. Give it a value before attach()", key, name + (f", and of {count - 1} more," if count > 1 else ""))
 
+    def _tell_of_not_kept(self):
+        """Once, of buffers that are in no state_dict(), and that training changes (a queue): not of those that the first step has filled (tables)."""
+        for place, key, seen in self._not_kept:
+            module = place()
+            buffer = module._buffers.get(key) if module is not None else None
+            if buffer is None or buffer.is_inference():
+                continue
+            now = id(buffer), buffer._version
+            if seen and seen[0] != now:
+                self._tell((class_of(module), key), f"buffer {key} of {class_of(module)} changes while it is trained, and is registered with "
+                           "persistent=False: what it holds is not part of the job, nor of a state_dict(), and a run that is resumed begins without it. "
+                           "Register it without that, if the training depends on it")
+            seen[:] = [now]
+
     def take_alike(self, engine):
         """Buffers that others like them have replaced."""
         for name, places in self._places:
@@ -141,6 +157,7 @@ class Reassigned:
 
     def settle(self, identities, engine):
         self._tell_of_new()
+        self._tell_of_not_kept()
         for name, places in self._places:
             there = [now for now in (self._at(*place) for place in places) if now is not None]
             was = self._now[name]

@@ -1434,6 +1434,34 @@ def buffers_that_are_made_later_are_told_of(run):
     return told, model.mean, model.count
 
 
+class Queue(torch.nn.Linear):
+    """What it was called with before is in no state_dict(); a table that its first pass fills is not either."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_buffer("queue", torch.zeros(8), persistent=False)
+        self.register_buffer("table", torch.empty(0), persistent=False)
+
+    def forward(self, x):
+        if self.table.numel() == 0:
+            self.table = torch.arange(8.0)
+        y = super().forward(x) - self.queue + self.table
+        self.queue.lerp_(y.detach().mean(0), 0.1)
+        return y
+
+
+@case(types=("fp32",), memory=("floor",))
+def buffers_that_are_not_persistent_and_change_are_told_of(run):
+    model = run.make(Queue)
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    with Lines() as lines:
+        told = run.steps(optimizer, lambda step: model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean(), steps=4)
+    if run.offloaded:
+        assert [line.split()[2] for line in lines if "persistent=False" in line] == ["queue"], lines
+    return told, model.queue
+
+
 @case(types=("fp32",), memory=("floor",))
 def masks_of_pruning_are_told_of_in_one_line(run):
     """A module has one each."""
