@@ -744,15 +744,18 @@ def parameter_that_is_a_part_of_somebodys_tensor_is_refused(run):
     run.attach(model, SGD(model.parameters(), 0.1))
 
 
-@case(refused=1601, types=("fp32",), memory=("floor",))
-def storage_that_two_tensors_are_over_is_refused(run):
+@case
+def parts_of_wider_memory_that_parameters_were_given(run):
     model = run.model()
     optimizer = SGD(model.parameters(), 0.1)
     run.attach(model, optimizer)
-    average = [torch.zeros(2 * p.numel()) for p in model.parameters()]
-    for p, value in zip(model.parameters(), average):
+    wide = [torch.zeros(2 * p.numel(), dtype=p.dtype) for p in model.parameters()]
+    for p, value in zip(model.parameters(), wide):
         p.data = value[:p.numel()].view_as(p)
-    run.train(model, optimizer)
+    told = run.train(model, optimizer)
+    for value in wide:
+        value.add_(0.01)
+    return told, run.train(model, optimizer, first=3), wide
 
 
 @case
