@@ -119,10 +119,15 @@ def _before_forward(module, _):
             _looks.pop().remove()
         return
     ids = {id(parameter) for parameter in module._parameters.values() if parameter is not None and not is_replaced(parameter)}
-    for each in [each for each in _vectors.values() if each.is_written() and each.is_of(ids)]:
-        each.check()
-    for each in [each for key in ids for each in _beneath.get(key, ())]:
-        each.check()
+    tracing = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # what looks is no part of the trace
+    try:
+        for each in [each for each in list(_vectors.values()) if each.is_written() and each.is_of(ids)]:
+            each.check()
+        for each in [each for key in ids for each in _beneath.get(key, ())]:
+            each.check()
+    finally:
+        torch._C._set_tracing_state(tracing)
 
 
 def _held():

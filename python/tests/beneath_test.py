@@ -300,6 +300,18 @@ written("write_into_a_bytearray_is_refused", of_buffers, lambda kept: kept[0].__
 
 
 @case(**SMALL)
+def traced_over_an_array(run):
+    """Looking whether it was written is no part of the trace."""
+    layers, kept = of_from_numpy()
+    model = torch.nn.Sequential(*layers)
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    traced = torch.jit.trace(model, torch.ones(2, 4))
+    train(model, optimizer)
+    return traced(torch.ones(3, 4)).detach(), numbers(kept)
+
+
+@case(**SMALL)
 def arrays_are_read_only_while_the_job_is_open(run):
     layer, whole = square(), drawn()
     kept = layer.weight.detach().numpy()
