@@ -141,12 +141,11 @@ class Reassigned:
             buffer = module._buffers.get(key) if module is not None else None
             if buffer is None or buffer.is_inference():
                 continue
-            now = id(buffer), buffer._version
-            if seen and seen[0] != now:
+            if seen and (seen[0]() is not buffer or seen[1] != buffer._version):
                 self._tell((class_of(module), key), f"buffer {key} of {class_of(module)} changes while it is trained, and is registered with "
                            "persistent=False: what it holds is not part of the job, nor of a state_dict(), and a run that is resumed begins without it. "
                            "Register it without that, if the training depends on it")
-            seen[:] = [now]
+            seen[:] = weakref.ref(buffer), buffer._version
 
     def take_alike(self, engine):
         """Buffers that others like them have replaced."""
