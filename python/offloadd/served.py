@@ -710,12 +710,12 @@ def _set_from_vector(original):
         with torch.no_grad():
             for parameter in parameters:
                 piece = vec[begin:begin + parameter.numel()].view_as(parameter)
-                if not managed(parameter) or is_shared(parameter):  # who looks at the memory that it had keeps that
+                is_alike = (piece.dtype, piece.device) == (parameter.dtype, parameter.device)
+                if not managed(parameter) or is_shared(parameter) or not is_alike:  # who looks at the memory that it had keeps that
                     parameter.data = piece
-                else:
-                    if not Engine.share(parameter, piece):
-                        parameter.copy_(piece)
-                        apart.append((begin, parameter))
+                elif not Engine.share(parameter, piece):
+                    parameter.copy_(piece)
+                    apart.append((begin, parameter))
                 begin += parameter.numel()
         followers.follow_vector(vec, apart)
 

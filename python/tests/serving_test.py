@@ -446,6 +446,19 @@ def vector_that_is_written_without_a_step(run):
     return told, model.blocks[0].qkv.weight.detach().clone(), run.train(model, optimizer, first=3)
 
 
+@case(**FP32, refused=1601)
+def vector_of_another_type_is_refused(run):
+    """Torch's parameters become of its type."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach().double()
+    torch.nn.utils.vector_to_parameters(vector, model.parameters())
+    told = [p.dtype for p in model.parameters()]
+    run.train(model.float() if not run.offloaded else model, optimizer)
+    return told
+
+
 @case(types=("fp32",), memory=("double",))
 def writing_into_numpy_is_refused(run):
     model, _ = started(run)
