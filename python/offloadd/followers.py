@@ -6,6 +6,7 @@ import weakref
 import torch
 
 from .errors import Error
+from .module_hooks import BeforeForward
 
 _arrays = {}  # (id of the parameter, offset, size, stride) -> _Array
 _vectors = {}  # id of the vector -> _Vector
@@ -109,7 +110,7 @@ def add(beneath):
 
 def _look():
     if not _looks:
-        _looks.append(torch.nn.modules.module.register_module_forward_pre_hook(_before_forward))
+        _looks.append(BeforeForward(_before_forward))
 
 
 def _before_forward(module, _):

@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import sys
-import warnings
 import weakref
 
 import torch
@@ -18,16 +17,13 @@ from .errors import class_of
 from .kinds import are_together
 from .library import is_disabled
 from .loaded import Loaded
+from .module_hooks import BeforeForward
 from .optimizer import has_stepped, shares_state
 from .recipes import parameters_of, recipe_of, served_class_of
 
 _log = logging.getLogger("offloadd")
 
-
 _closure_first = set()  # classes
-
-# Of torch.compile, while there is the hook that waits for the first forward pass.
-_OF_HOOKS = "Using `torch.compile\\(module\\)` when there are global hooks on modules"
 
 
 def _run_closure_first(cls):
@@ -146,7 +142,6 @@ class Watch:
         self._forward = None
         self._jobs = 0
         self._forks, self._process = 0, ""  # of this process; which one it is, of those that were forked
-        self._of_hooks = None  # what keeps torch from warning of it
         self._within = {}  # modules, by their ids, in one that was called and has no parameter of an optimizer
         self._waiting = {}  # classes of optimizers, by their ids, while only modules that share parameters with an open job were called
         self._attaches_itself = False  # the script
@@ -193,9 +188,7 @@ class Watch:
         if served_class_of(type(optimizer)) is not None:
             _run_closure_first(type(optimizer))
         if self._forward is None:
-            self._forward = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
-            warnings.filterwarnings("ignore", _OF_HOOKS)
-            self._of_hooks = warnings.filters[0]
+            self._forward = BeforeForward(self._before_forward)
 
     def _note_loaded(self, optimizer):
         """One that keeps something, and has nothing after its load_state_dict(), was given no checkpoint."""
@@ -324,8 +317,6 @@ class Watch:
         self._forward.remove()
         self._forward = None
         self._within.clear()
-        if self._of_hooks in warnings.filters:  # the script may have changed them
-            warnings.filters.remove(self._of_hooks)
 
     def _for_a_job_beside(self, optimizers, module, mine):
         """Those that the module, with these parameters, can be attached with: jobs of before may be open, and no parameter is of two."""

@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import tempfile
+import warnings
 
 import numpy
 import safetensors.torch
@@ -309,6 +310,19 @@ def traced_over_an_array(run):
     traced = torch.jit.trace(model, torch.ones(2, 4))
     train(model, optimizer)
     return traced(torch.ones(3, 4)).detach(), numbers(kept)
+
+
+@case(**SMALL)
+def compiled_over_an_array(run):
+    """Without torch's warning of hooks."""
+    layers, kept = of_from_numpy()
+    model = torch.nn.Sequential(*layers)
+    optimizer = SGD(model.parameters(), 0.1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Using `torch.compile")
+        run.attach(model, optimizer)
+        told = torch.compile(model, backend="eager")(torch.ones(3, 4)).detach()
+    return told, numbers(kept)
 
 
 @case(**SMALL)
