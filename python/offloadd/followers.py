@@ -113,11 +113,18 @@ def _look():
         _looks.append(BeforeForward(_before_forward))
 
 
+def _look_no_more():
+    """Where there is nothing to look at."""
+    if _vectors or _beneath:
+        return False
+    while _looks:
+        _looks.pop().remove()
+    return True
+
+
 def _before_forward(module, _):
     """OFD-1601 where a module is about to compute with parameters that do not have what a program has written."""
-    if not _vectors and not _beneath:
-        while _looks:
-            _looks.pop().remove()
+    if _look_no_more():
         return
     ids = {id(parameter) for parameter in module._parameters.values() if parameter is not None and not is_replaced(parameter)}
     tracing = torch._C._get_tracing_state()
@@ -207,3 +214,4 @@ def end(identities):
     """A job ends: what follows its parameters stays as it is."""
     for each in [each for each in _all_beneath() if each.is_of(identities)]:
         drop(each)
+    _look_no_more()
