@@ -459,6 +459,37 @@ def vector_of_another_type_is_refused(run):
     return told
 
 
+@case(**FP32)
+def vector_that_is_written_while_other_threads_evaluate(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    end, errors = threading.Event(), []
+
+    def evaluate():
+        try:
+            while not end.is_set():
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.sum()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=evaluate) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for step in range(60):
+        vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach() * 0.99
+        torch.nn.utils.vector_to_parameters(vector, model.parameters())
+        for _ in range(5):
+            vector.mul_(1.001)
+    end.set()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    return vector, [p.detach().clone() for p in model.parameters()]
+
+
 @case(types=("fp32",), memory=("double",))
 def writing_into_numpy_is_refused(run):
     model, _ = started(run)

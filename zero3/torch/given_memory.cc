@@ -64,7 +64,7 @@ GivenMemory::GivenMemory(c10::Storage storage, size_t begin, size_t size_bytes,
       version_(std::move(version)),
       version_then_(VersionOf(version_)) {
   AllPieces::Get().Add(piece_);
-  if (may_follow) digest_then_ = Digest();
+  if (may_follow) digest_then_ = Digest(Bytes());
 }
 
 GivenMemory::~GivenMemory() { AllPieces::Get().Remove(piece_); }
@@ -79,34 +79,35 @@ bool GivenMemory::Is(const c10::Storage& storage, size_t begin) const {
 
 bool GivenMemory::is_followed() const { return piece_->is_followed; }
 
-// resize_() may have made it smaller.
+// The program may have made it smaller.
 bool GivenMemory::IsThere() const { return piece_->storage.nbytes() >= piece_->end(); }
 
-uint64_t GivenMemory::Digest() const {
+const std::byte* GivenMemory::Bytes() const {
+  return static_cast<const std::byte*>(piece_->storage.data()) + piece_->begin;
+}
+
+uint64_t GivenMemory::Digest(const std::byte* bytes) const {
   BytesDigest digest;
-  if (IsThere())
-    digest.Update(static_cast<const std::byte*>(piece_->storage.data()) + piece_->begin,
-                  piece_->size_bytes);
+  digest.Update(bytes, piece_->size_bytes);
   return digest.Finish();
 }
 
 bool GivenMemory::WasWritten() const {
-  return is_followed() ? Digest() != digest_then_ : VersionOf(version_) != version_then_;
+  if (!is_followed()) return VersionOf(version_) != version_then_;
+  return IsThere() && Digest(Bytes()) != digest_then_;
 }
 
+// What another thread writes meanwhile is seen the next time: the digest is of what was copied.
 void GivenMemory::CopyTo(std::byte* bytes) {
-  if (IsThere())
-    std::memcpy(bytes, static_cast<const std::byte*>(piece_->storage.data()) + piece_->begin,
-                piece_->size_bytes);
-  digest_then_ = Digest();
-  version_then_ = VersionOf(version_);
+  std::memcpy(bytes, Bytes(), piece_->size_bytes);
+  digest_then_ = Digest(bytes);
 }
 
 void GivenMemory::CopyFrom(const std::byte* bytes) {
-  if (IsThere())
-    std::memcpy(static_cast<std::byte*>(piece_->storage.mutable_data()) + piece_->begin, bytes,
-                piece_->size_bytes);
-  digest_then_ = Digest();
+  if (!IsThere()) return;
+  std::memcpy(static_cast<std::byte*>(piece_->storage.mutable_data()) + piece_->begin, bytes,
+              piece_->size_bytes);
+  digest_then_ = Digest(bytes);
 }
 
 c10::DataPtr GivenMemory::Share() const {

@@ -42,7 +42,7 @@ class GivenMemory {
   // Since both sides were the same: by whatever means where it is followed, else by operators.
   bool WasWritten() const;
 
-  // Both sides are the same afterwards.
+  // Both sides are the same afterwards. The first where it was written.
   void CopyTo(std::byte* bytes);
   void CopyFrom(const std::byte* bytes);
   // The memory itself, for a parameter whose job has ended.
@@ -53,7 +53,8 @@ class GivenMemory {
   struct AllPieces;
 
   bool IsThere() const;
-  uint64_t Digest() const;
+  const std::byte* Bytes() const;
+  uint64_t Digest(const std::byte* bytes) const;
 
   const std::shared_ptr<Piece> piece_;
   const bool is_of_program_;

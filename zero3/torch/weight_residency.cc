@@ -404,7 +404,10 @@ void WeightResidency::BecomeAlias(const at::Tensor& parameter, const at::Tensor&
 }
 
 std::unique_ptr<GivenMemory> WeightResidency::NoteGiven(const at::Tensor& data) {
-  EndRaw(/*wait=*/true);  // who has a pointer would write without our knowledge
+  Lock lock(mutex_);
+  const bool is_shown = raw_.is_shown();
+  lock.unlock();
+  if (is_shown) EndRaw(/*wait=*/true);  // who has a pointer would write without our knowledge
   const at::TensorImpl& impl = *data.unsafeGetTensorImpl();
   return std::make_unique<GivenMemory>(
       impl.unsafe_storage(), impl.storage_offset() * impl.itemsize(), size_bytes_,
@@ -439,7 +442,7 @@ bool WeightResidency::Share(const at::Tensor& own, const at::Tensor& data) {
 
 std::unique_ptr<GivenMemory> WeightResidency::ForgetGiven() {
   Lock lock(mutex_);
-  if (HasGivenSince(/*writes=*/false)) TakeGiven(lock);
+  while (HasGivenSince(/*writes=*/false)) TakeGiven(lock);
   return std::move(given_);
 }
 
@@ -454,7 +457,7 @@ void WeightResidency::SettleGiven(bool writes) {
         "the parameter a copy, set_data(other.detach().clone()), or tie them before attaching the "
         "module"));
   }
-  if (HasGivenSince(writes)) TakeGiven(lock);
+  while (HasGivenSince(writes)) TakeGiven(lock);
 }
 
 bool WeightResidency::HasGivenSince(bool writes) {
@@ -476,7 +479,8 @@ bool WeightResidency::HasGivenSince(bool writes) {
       "vector_to_parameters(vector.clone(), …), or copy_() the values"));
 }
 
-// As an operator that writes it, before the one that asks for it.
+// As an operator that writes it, before the one that asks for it; or waits for who does so: look
+// again.
 void WeightResidency::TakeGiven(Lock& lock) {
   if (taker_ != WaitGraph::Thread()) return WaitForOthers(lock);
   taker_ = std::this_thread::get_id();
