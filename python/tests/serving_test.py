@@ -1428,6 +1428,24 @@ def fork_that_uses_the_model(run):
     return os.waitstatus_to_exitcode(status), run.train(model, optimizer)
 
 
+@case(**FP32)
+def fork_that_overwrites_the_model(run):
+    """Which looks at nothing first."""
+    model, optimizer = started(run)
+    if not run.offloaded:
+        return 2, run.train(model, optimizer)
+    child = os.fork()
+    if child == 0:
+        try:
+            with torch.no_grad():
+                model.head.weight.zero_()
+        except offloadd.Error as error:
+            os._exit(2 if error.id == 1802 else 1)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    return os.waitstatus_to_exitcode(status), run.train(model, optimizer)
+
+
 def forked(act, seconds=60):
     """Begins act() in a forked child; what is returned waits for it, and is what act() has given. One that hangs is ended."""
     reader, writer = os.pipe()
