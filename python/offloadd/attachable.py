@@ -40,6 +40,9 @@ def check_model(model):
         if parameter.device.type == "meta":
             raise Error.of(1601, f"parameter '{key}' is on device meta, it has no value",
                            "Build the model with `with offloadd.init(...):` instead of on meta")
+        if parameter.has_names():
+            raise Error.of(1601, f"the dimensions of parameter '{key}' have names, and such tensors are not offloaded",
+                           "Make the parameter without names, and give them in forward(): parameter.refine_names(...)")
         check_has_memory(f"parameter '{key}'", parameter)
 
 

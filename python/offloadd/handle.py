@@ -279,9 +279,7 @@ class Handle(Grows, jobs.OfProcess):
         before, self.before_commit = self.before_commit, None
         if before is not None:
             before()
-        self._settle_before_step()
-        self._running().apply(self._kinds.kind, [[]], self._kinds.rows[:1], [False])  # a step of nothing
-        self._end_step()
+        self.apply(self._kinds.kind, [[]], self._kinds.rows[:1], [False])  # a step of nothing
 
     def _in_process(self):
         return {id(parameter) for part in self._foreign_parts() for parameter in parameters_of(part.optimizer)}
@@ -342,8 +340,13 @@ class Handle(Grows, jobs.OfProcess):
 
     def apply(self, kind, groups, values, counts):
         self._settle_before_step()
-        self._running().apply(kind, groups, values, counts)
-        self._end_step()
+        engine = self._running()
+        before = engine.step_count()
+        try:
+            engine.apply(kind, groups, values, counts)
+        finally:
+            if engine.step_count() != before:  # Ctrl-C meanwhile is an error behind a step that was taken
+                self._end_step()
 
     def _end_step(self):
         followers.refresh(self._identities)
@@ -360,7 +363,7 @@ class Handle(Grows, jobs.OfProcess):
                    (name in self._parameters and served.is_replaced(self._parameters[name]))]
         if written:
             _log.warning("offloadd: job %s ends at step %d, and what the program has written since is not part of it: %s. A run that goes on has to "
-                         "write that anew, before its first step (docs/python.md, the handle)", self.job, self.last_step,
+                         "write that anew, before its first step where its loop does not (docs/python.md, the handle)", self.job, self.last_step,
                          ", ".join(written[:3]) + (f" and {len(written) - 3} more" if len(written) > 3 else ""))
 
     def foresee(self, kind, values):

@@ -1,5 +1,6 @@
 """What an optimizer has kept in memory goes into a job: attached after it has stepped, or loaded from a checkpoint."""
 
+import contextlib
 import copy
 import hashlib
 import os
@@ -7,6 +8,7 @@ import pickle
 import resource
 import shutil
 import sys
+import unittest.mock
 import zipfile
 
 import torch
@@ -1218,6 +1220,37 @@ def only_what_is_written_behind_the_last_step_is_told_of(run):
         with Lines() as lines:
             run.end()
         assert [line.split("not part of it: ")[1].split(". A run")[0] for line in lines if "has written since" in line] == [names] * bool(names), lines
+
+
+@case(types=("fp32",), memory=("floor",))
+def interrupt_while_a_step_is_taken(run):
+    """Python raises it when the step is there: nothing was written behind it, and arrays have its weights."""
+    if not run.offloaded:
+        return
+    model = run.make(Means)
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    handle = run.attach(model, optimizer)
+    array = model.layer.bias.detach().numpy()
+    for _ in range(2):
+        model(torch.randn(8, 8)).pow(2).sum().backward()
+        if not handle.step:
+            optimizer.step()
+    engine = handle.engine()
+
+    class Interrupted:
+        def __getattr__(self, name):
+            return getattr(engine, name)
+
+        def apply(self, *step):
+            engine.apply(*step)
+            raise KeyboardInterrupt
+
+    with unittest.mock.patch.object(handle, "_engine", Interrupted()), contextlib.suppress(KeyboardInterrupt):
+        optimizer.step()
+    assert handle.step == 2 and (array == model.layer.bias.detach().numpy()).all(), handle.step
+    with Lines() as lines:
+        run.end()
+    assert not lines, lines
 
 
 if __name__ == "__main__":
