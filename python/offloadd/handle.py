@@ -344,9 +344,11 @@ class Handle(Grows, jobs.OfProcess):
         before = engine.step_count()
         try:
             engine.apply(kind, groups, values, counts)
-        finally:
+        except BaseException:
             if engine.step_count() != before:  # Ctrl-C meanwhile is an error behind a step that was taken
                 self._end_step()
+            raise
+        self._end_step()
 
     def _end_step(self):
         followers.refresh(self._identities)

@@ -61,7 +61,7 @@ class _StateByParameter(collections.abc.MutableMapping):
     """`optimizer.state`, where it is that of the masters."""
 
     def __init__(self, optimizer, master_of, make_master):
-        self._optimizer, self._master_of = optimizer, master_of  # that of the masters; parameter -> master
+        self.of_masters, self._master_of = optimizer, master_of  # the optimizer that has them; parameter -> master
         self._make_master = make_master
 
     def _master(self, parameter):
@@ -72,23 +72,23 @@ class _StateByParameter(collections.abc.MutableMapping):
         return self._make_master(parameter) if isinstance(parameter, torch.nn.Parameter) else self._master(parameter)
 
     def __getitem__(self, parameter):
-        return self._optimizer.state[self._master_to_be(parameter)]
+        return self.of_masters.state[self._master_to_be(parameter)]
 
     def __contains__(self, parameter):
-        return self._master(parameter) in self._optimizer.state
+        return self._master(parameter) in self.of_masters.state
 
     def get(self, parameter, default=None):
         """Which makes no state, as that of a defaultdict."""
-        return self._optimizer.state.get(self._master(parameter), default)
+        return self.of_masters.state.get(self._master(parameter), default)
 
     def __setitem__(self, parameter, state):
-        self._optimizer.state[self._master_to_be(parameter)] = state
+        self.of_masters.state[self._master_to_be(parameter)] = state
 
     def __delitem__(self, parameter):
-        del self._optimizer.state[self._master(parameter)]
+        del self.of_masters.state[self._master(parameter)]
 
     def __iter__(self):
-        return iter([parameter for parameter, master in self._master_of.items() if self._optimizer.state.get(master)])
+        return iter([parameter for parameter, master in self._master_of.items() if self.of_masters.state.get(master)])
 
     def __len__(self):
         return len(list(iter(self)))

@@ -142,7 +142,7 @@ def shares_state(optimizer):
     gc.collect()  # one that is gone steps no more
     for other in [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]:
         state = getattr(other, "state", None)
-        if not isinstance(state, dict) or not mine.isdisjoint(map(id, parameters_of(other))):
+        if not isinstance(state, dict) or other is getattr(optimizer.state, "of_masters", None) or not mine.isdisjoint(map(id, parameters_of(other))):
             continue  # itself, one around it, or one in whose place it is
         if state.goes_on_with(kept) if isinstance(state, StateOfAll) else not ids.isdisjoint(map(id, _kept_tensors(other))):
             return True

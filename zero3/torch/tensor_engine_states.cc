@@ -66,7 +66,9 @@ void TensorEngine::ReplaceState(std::span<const KeptState> states) {
   attachment_->EndRaw();
   if (const std::vector<at::Tensor> frozen = FrozenWithState(states); !frozen.empty()) Thaw(frozen);
   if (attachment_->world_size() == 1) {
+    SettleGiven(/*writes=*/false);  // masters are weights, too
     PutStates(states);
+    RefreshGiven();
   } else {
     Exchange("");  // nobody steps or reads any more
     std::string failure;

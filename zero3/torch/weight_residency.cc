@@ -196,6 +196,7 @@ void WeightResidency::Abandon() {
 void WeightResidency::AddPin(Access access) {
   ++pins_;
   ++uses_;
+  gives_back_ |= access > Access::kReadCopy && taker_ != std::this_thread::get_id();
   is_compared_ |= access == Access::kWrite && attachment_->world_size() > 1 && !WritesAlike();
   holders_.push_back(std::this_thread::get_id());
   changed_.NotifyAll();
@@ -399,8 +400,9 @@ void WeightResidency::BecomeAlias(const at::Tensor& parameter, const at::Tensor&
   std::unique_ptr<GivenMemory> given = NoteGiven(data);
   data.unsafeGetTensorImpl()->shallow_copy_from(parameter.getIntrusivePtr());
   if (!given->IsHeld()) return;
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   given_ = std::move(given);
+  gives_back_ = false;
 }
 
 std::unique_ptr<GivenMemory> WeightResidency::NoteGiven(const at::Tensor& data) {
@@ -437,12 +439,15 @@ bool WeightResidency::Share(const at::Tensor& own, const at::Tensor& data) {
   std::unique_ptr<GivenMemory> given = NoteGiven(data);
   const Lock lock(mutex_);
   given_ = std::move(given);
+  gives_back_ = false;
   return true;
 }
 
 std::unique_ptr<GivenMemory> WeightResidency::ForgetGiven() {
   Lock lock(mutex_);
-  while (HasGivenSince(/*writes=*/false)) TakeGiven(lock);
+  // A write where it is not followed does not matter any more.
+  while (given_ != nullptr && given_->is_followed() && HasGivenSince(/*writes=*/false))
+    TakeGiven(lock);
   return std::move(given_);
 }
 
@@ -464,8 +469,10 @@ bool WeightResidency::HasGivenSince(bool writes) {
   if (given_ == nullptr || taker_ == std::this_thread::get_id() || Pins::CountOwn(this) > 0)
     return false;
   if (taker_ != WaitGraph::Thread()) return true;
+  // Asked first: who lets go of it may have written it just before.
+  const bool is_held = given_->IsHeld();
   const bool was_written = given_->WasWritten();
-  if (!was_written && !given_->IsHeld()) given_.reset();
+  if (!was_written && !is_held) given_.reset();
   if (given_ == nullptr || (!was_written && (!writes || given_->is_followed()))) return false;
   if (given_->is_followed()) return true;
   ThrowStatus(MakeError(
@@ -507,10 +514,11 @@ std::byte* WeightResidency::BytesNow() {
   return static_cast<std::byte*>(swap_.Lock()->mutable_data());
 }
 
-// What was written of the parameter, which who has the memory that it was given sees.
+// What an operator has written, which who has the memory that the parameter was given sees. Not of
+// one that has read what waits to be put: that memory may have been written meanwhile.
 void WeightResidency::GiveBack(const std::byte* bytes) {
-  if (given_ != nullptr && given_->is_followed() && taker_ != std::this_thread::get_id())
-    given_->CopyFrom(bytes);
+  const bool was_written = std::exchange(gives_back_, false);
+  if (was_written && given_ != nullptr && given_->is_followed()) given_->CopyFrom(bytes);
 }
 
 void WeightResidency::RefreshGiven() {
@@ -523,7 +531,7 @@ void WeightResidency::RefreshGiven() {
   pins.Add(this, Access::kRead);
   {
     Lock lock(mutex_);
-    GiveBack(BytesNow());
+    if (given_ != nullptr) given_->CopyFrom(BytesNow());
   }
   pins.Finish();
 }
@@ -1058,7 +1066,9 @@ void WeightResidency::LetGo(Lock& lock) {
 void WeightResidency::PutBack(Lock& lock) {
   state_ = State::kMoving;
   mover_ = std::this_thread::get_id();
-  if (!is_abandoned_ && device() == nullptr)
+  if (is_abandoned_)
+    gives_back_ = false;
+  else if (device() == nullptr)
     GiveBack(staging_ ? attachment_->region() + staging_.region_offset()
                       : static_cast<const std::byte*>(private_.get()));
   lock.unlock();

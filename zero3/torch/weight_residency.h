@@ -212,6 +212,7 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser,
   absl::InlinedVector<const c10::TensorImpl*, 1> parameters_;
   std::unique_ptr<GivenMemory> given_;  // what set_data() gave, while others may have it
   WaitGraph::Thread taker_;             // TakeGiven(): its pin looks no further
+  bool gives_back_ = false;             // an operator has written, and that memory does not have it
   // set_data() has put the parameter over the storage of this one, which is another parameter's;
   // null: it is over its own.
   WeightResidency* away_ = nullptr;
