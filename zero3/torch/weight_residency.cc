@@ -1006,9 +1006,9 @@ void WeightResidency::RecordStream(const c10::Stream& stream) {
 }
 
 std::byte* WeightResidency::FetchForWriting(Access access) {
+  if (device() != nullptr) return FetchForWritingThere(access);
   // A forked child has no staging buffer, which what is overwritten would be the first to use.
   ThrowIfError(attachment_->session().health(), subject_);
-  if (device() != nullptr) return FetchForWritingThere(access);
   if (attachment_->rank() > 0) return MakePrivate(access);
   std::optional<Staging::Piece> piece = attachment_->staging().TakeIfEver(size_bytes_);
   if (!piece.has_value()) return MakePrivate(access);  // this operation has all of it, or a circle
