@@ -57,6 +57,15 @@ Program Refused(int error, Program program) {
   return program;
 }
 
+// What torch::save() has of the model.
+void SeeSaved(Run& run, Setting& setting) {
+  std::stringstream file;
+  torch::save(setting.model, file);
+  nn::Sequential copy = Perceptron(run);
+  torch::load(copy, file);
+  run.See(*copy);
+}
+
 // An edit of every parameter, under NoGradGuard.
 using EditOne = std::function<void(Run&, Tensor& parameter, int step)>;
 Program EachEdited(std::string name, EditOne edit, bool sgd = true) {
@@ -472,11 +481,7 @@ Programs Edits() {
                run.See(s.engine->Gather(weight));
                run.See(s.engine->Gather(weight, "master"));
                static_cast<std::byte*>(vector->data_ptr())[3] = std::byte{0x3c};
-               std::stringstream file;
-               torch::save(s.model, file);
-               nn::Sequential copy = Perceptron(run);
-               torch::load(copy, file);
-               run.See(*copy);
+               SeeSaved(run, s);
              }),
       Edited("vector_that_is_written_and_gone",
              [](Run& run, Setting& s, int step) {
@@ -611,25 +616,14 @@ Programs Edits() {
                  LinearAt(s.model, 0).bias =
                      torch::zeros({kInner}, LinearAt(s.model, 0).bias.options()).requires_grad_();
              }),
-      Edited("saved_to_a_stream",
-             [](Run& run, Setting& s, int) {
-               std::stringstream file;
-               torch::save(s.model, file);
-               nn::Sequential copy = Perceptron(run);
-               torch::load(copy, file);
-               run.See(*copy);
-             }),
+      Edited("saved_to_a_stream", [](Run& run, Setting& s, int) { SeeSaved(run, s); }),
       // What a thread does that leaves signals to another one.
       Edited("pointers_while_all_signals_are_blocked",
              [](Run& run, Setting& s, int) {
                sigset_t all, before;
                sigfillset(&all);
                ::pthread_sigmask(SIG_BLOCK, &all, &before);
-               std::stringstream file;
-               torch::save(s.model, file);
-               nn::Sequential copy = Perceptron(run);
-               torch::load(copy, file);
-               run.See(*copy);
+               SeeSaved(run, s);
                ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
              }),
       Edited(

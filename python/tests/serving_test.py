@@ -1414,38 +1414,29 @@ def fork_without_the_model(run):
     return os.waitstatus_to_exitcode(status), run.train(model, optimizer)
 
 
-@case(**FP32)
-def fork_that_uses_the_model(run):
-    model, optimizer = started(run)
-    if not run.offloaded:
-        return 2, run.train(model, optimizer)
-    child = os.fork()
-    if child == 0:
-        try:
-            run.loss(model, 0)
-        except offloadd.Error as error:
-            os._exit(2 if error.id == 1802 else 1)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    return os.waitstatus_to_exitcode(status), run.train(model, optimizer)
+def fork_is_refused(name, use):
+    """A case: `use`(run, model) in a forked child is OFD-1802, and the parent trains on."""
+
+    def function(run):
+        model, optimizer = started(run)
+        if not run.offloaded:
+            return 2, run.train(model, optimizer)
+        child = os.fork()
+        if child == 0:
+            try:
+                use(run, model)
+            except offloadd.Error as error:
+                os._exit(2 if error.id == 1802 else 1)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        return os.waitstatus_to_exitcode(status), run.train(model, optimizer)
+
+    function.__name__ = name
+    case(function, **FP32)
 
 
-@case(**FP32)
-def fork_that_overwrites_the_model(run):
-    """Which looks at nothing first."""
-    model, optimizer = started(run)
-    if not run.offloaded:
-        return 2, run.train(model, optimizer)
-    child = os.fork()
-    if child == 0:
-        try:
-            with torch.no_grad():
-                model.head.weight.zero_()
-        except offloadd.Error as error:
-            os._exit(2 if error.id == 1802 else 1)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    return os.waitstatus_to_exitcode(status), run.train(model, optimizer)
+fork_is_refused("fork_that_uses_the_model", lambda run, model: run.loss(model, 0))
+fork_is_refused("fork_that_overwrites_the_model", lambda run, model: model.head.weight.detach().zero_())  # looks at nothing first
 
 
 def forked(act, seconds=60):

@@ -367,7 +367,7 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
   if (WeightResidency* const host = Partner(data)) return GoTo(host, parameter);
   if (other == nullptr) BeAlone(parameter);
   const bool is_shared = parameter.unsafeGetTensorImpl()->unsafe_storage().use_count() != 1;
-  const bool is_left = is_shared && torch_device_.is_cpu() && parameters_.size() == 1;
+  const bool is_left = is_shared && MayLeave();
   if (other != nullptr || (is_shared && !is_left)) RefuseMemory(other != nullptr);
   const at::AutoGradMode no_grad(false);
   std::unique_ptr<GivenMemory> given = ForgetGiven();
@@ -399,6 +399,10 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
 void WeightResidency::BecomeAlias(const at::Tensor& parameter, const at::Tensor& data) {
   std::unique_ptr<GivenMemory> given = NoteGiven(data);
   data.unsafeGetTensorImpl()->shallow_copy_from(parameter.getIntrusivePtr());
+  KeepGiven(std::move(given));
+}
+
+void WeightResidency::KeepGiven(std::unique_ptr<GivenMemory> given) {
   if (!given->IsHeld()) return;
   const Lock lock(mutex_);
   given_ = std::move(given);
@@ -416,10 +420,11 @@ std::unique_ptr<GivenMemory> WeightResidency::NoteGiven(const at::Tensor& data) 
       impl.version_counter(), IsMemoryOfProgram(data), MayFollow());
 }
 
+// What others are over cannot stay behind on a device, nor for a tied parameter.
+bool WeightResidency::MayLeave() const { return torch_device_.is_cpu() && parameters_.size() == 1; }
+
 // Other ranks have memory of their own.
-bool WeightResidency::MayFollow() const {
-  return attachment_->world_size() == 1 && torch_device_.is_cpu() && parameters_.size() == 1;
-}
+bool WeightResidency::MayFollow() const { return attachment_->world_size() == 1 && MayLeave(); }
 
 bool WeightResidency::Share(const at::Tensor& own, const at::Tensor& data) {
   const bool fits = Residency::Of(data) == nullptr && data.device() == own.device() &&
@@ -436,10 +441,7 @@ bool WeightResidency::Share(const at::Tensor& own, const at::Tensor& data) {
   const at::AutoGradMode no_grad(false);
   ForgetGiven();
   own.copy_(data);
-  std::unique_ptr<GivenMemory> given = NoteGiven(data);
-  const Lock lock(mutex_);
-  given_ = std::move(given);
-  gives_back_ = false;
+  KeepGiven(NoteGiven(data));
   return true;
 }
 
@@ -623,8 +625,7 @@ bool WeightResidency::TakeTensor(at::Tensor target, const at::Tensor& source) {
   }
   BeAlone(target);
   // Who looks at the old memory keeps it, as beside set_data().
-  if (target.unsafeGetTensorImpl()->unsafe_storage().use_count() != 1 && torch_device_.is_cpu() &&
-      parameters_.size() == 1)
+  if (target.unsafeGetTensorImpl()->unsafe_storage().use_count() != 1 && MayLeave())
     TakeData(target, target.clone(at::MemoryFormat::Preserve));
   ForgetGiven();
   target.copy_(source);

@@ -135,6 +135,8 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser,
   c10::Storage ForgetPlace();
   void MoveHome(std::byte* home, std::unique_ptr<LeftCopy> left, c10::DataPtr shared);
   std::unique_ptr<GivenMemory> NoteGiven(const at::Tensor& data);
+  void KeepGiven(std::unique_ptr<GivenMemory> given);
+  bool MayLeave() const;
   bool MayFollow() const;
   bool HasGivenSince(bool writes);
   void TakeGiven(Lock& lock);
