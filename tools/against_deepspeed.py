@@ -71,7 +71,7 @@ def parse_arguments(arguments):
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ram", action="append", help="of offloadd: 2GiB, or a part of state + gradients; may be given more than once "
-                                                       "(default 18%%, 26%%, 38%%, 60%%, 100%%)")
+                                                       "(default 18%%, 26%%, 37%%, 60%%, 100%%)")
     parser.add_argument("--durability", action="append", help="of offloadd; may be given more than once (default step, checkpoint:100)")
     parser.add_argument("--nvme-path", help="a folder on the drive; build/ of this tree when left out")
     parser.add_argument("--chart", help="an SVG of step time against memory")
@@ -130,7 +130,7 @@ def rows_of(options, parameters):
                  ("all on the drive", "nvme", "nvme", []), ("all on the drive, pipelined", "nvme", "nvme", ["--pipelined"])]
     rows = [Row("memory", "in memory", [])]
     rows += [Row("deepspeed", name, ["--parameters", where, "--optimizer", state, *more]) for name, where, state, more in deepspeed]
-    budgets = [parse_size(text, whole) for text in options.ram or ("18%", "26%", "38%", "60%", "100%")]
+    budgets = [parse_size(text, whole) for text in options.ram or ("18%", "26%", "37%", "60%", "100%")]
     for durability in options.durability or ("step", "checkpoint:100"):
         rows += [Row("offloadd", f"ram {ram // MIB} MiB" + (f", {durability}" if durability != "step" else ""),
                      ["--ram", str(ram), "--durability", durability], durability) for ram in budgets]
