@@ -16,6 +16,7 @@
 #include "absl/strings/str_join.h"
 #include "base/byte_size.h"
 #include "base/error.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "swap/store.h"
 #include "tools/command.h"
@@ -140,6 +141,18 @@ absl::StatusOr<swap::StoreSummary> FindJob(const std::string& pool, const std::s
   }
   return MakeError(ErrorId::kBadValue, absl::StrCat("pool ", pool, " holds no job ", job),
                    absl::StrCat("offloadctl ls ", pool, " lists the jobs"));
+}
+
+absl::Status CheckIsNewJob(const std::string& pool, const std::string& job) {
+  OFFLOAD_RETURN_IF_ERROR(CheckJobName(job));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<swap::StoreSummary> stores, swap::ListStores(pool));
+  for (const swap::StoreSummary& store : stores) {
+    if (store.job != job) continue;
+    return MakeError(ErrorId::kStoreLocked,
+                     absl::StrCat("job '", job, "' already has a store, ", store.path),
+                     "Remove it with offloadctl rm, or choose another job name");
+  }
+  return absl::OkStatus();
 }
 
 std::unique_ptr<Command> MakeListCommand() { return std::make_unique<ListCommand>(); }
