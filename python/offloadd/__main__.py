@@ -89,7 +89,7 @@ def _options(given):
     from .library import Engine, is_disabled
 
     if given.config and not os.path.isfile(given.config):
-        raise Error.of(1101, f"there is no file {os.path.abspath(given.config)}", "Correct --config")
+        raise Error.of(1405, f"there is no file {os.path.abspath(given.config)}", "Correct --config")
     options = options_of(given.config) if given.config else {}
     elsewhere = {} if is_disabled() else read_toml()
     pools = given.nvme_path or options.get("nvme_path") or os.environ.get("OFFLOADD_POOL") or None
