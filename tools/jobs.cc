@@ -73,6 +73,10 @@ class ListCommand : public Command {
                                                     store.committed.epoch, StateText(store)));
       if (!store.damage.ok() && answer.exit_code != kDamaged)
         answer.exit_code = IsDamaged(store) ? kDamaged : kFailed;
+      if (IsDamaged(store) && answer.advice.empty()) {
+        answer.advice = absl::StrCat("Next: offloadctl fsck ", pool_, " ", store.job,
+                                     ", which says what is lost");
+      }
     }
     if (stores.empty()) answer.advice = absl::StrCat("No jobs in ", pool_);
     return answer;
@@ -125,7 +129,8 @@ class RemoveCommand : public Command {
 }  // namespace
 
 std::function<void(uint64_t, uint64_t)> ProgressLine() {
-  auto last = std::make_shared<std::chrono::steady_clock::time_point>();
+  auto last =
+      std::make_shared<std::chrono::steady_clock::time_point>(std::chrono::steady_clock::now());
   return [last](uint64_t done, uint64_t total) {
     const auto now = std::chrono::steady_clock::now();
     if (now - *last < std::chrono::seconds(1)) return;

@@ -269,7 +269,8 @@ int main(int argc, char** argv) {
   std::cout.flush();
   if (std::cout || code != offload::tools::kDone) return code;
   // A full drive, for example: what was asked for is not there.
-  std::cerr << offload::MakeError(offload::ErrorId::kFileWrite, "standard output cannot be written")
+  std::cerr << offload::MakeError(offload::ErrorId::kFileWrite, "standard output cannot be written",
+                                  "Write it where there is room")
                    .message()
             << std::endl;
   return offload::tools::kFailed;

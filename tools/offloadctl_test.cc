@@ -697,6 +697,21 @@ TEST_F(StatusTest, SaysThatNobodyAnswers) {
       << none.dump();
 }
 
+TEST_F(StatusTest, SaysWhichDaemonDoesNotAnswerInTime) {
+  const std::string folder = runtime_ / "offloadd-1";
+  std::filesystem::create_directory(folder);
+  const UniqueFd stopped(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_un address = {.sun_family = AF_UNIX};
+  absl::StrCat(folder, "/control.sock").copy(address.sun_path, sizeof(address.sun_path) - 1);
+  ASSERT_EQ(bind(stopped.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  ASSERT_EQ(listen(stopped.get(), 1), 0);
+  const Json late = RunJson("status", absl::StrCat("--timeout 0.2 --socket ", socket()), 5);
+  EXPECT_EQ(late["error"]["id"], "OFD-1501") << late;
+  EXPECT_NE(late.dump().find(absl::StrCat("the daemon at ", socket(), " did not answer in time")),
+            std::string::npos)
+      << late;
+}
+
 TEST_F(StatusTest, DoctorSeesTheDaemon) {
   FakeDaemon daemon(runtime_ / "offloadd-1");
   const Result result = Run("doctor", "XDG_RUNTIME_DIR=" + runtime_.string());
