@@ -64,7 +64,6 @@ class Daemon {
   Daemon(DaemonOptions options, std::unique_ptr<EventLoop> loop);
   absl::Status WatchSignals();
   absl::Status WatchParent();
-  absl::Status Listen();
   // Serves `service` at a socket of its own.
   absl::StatusOr<std::unique_ptr<grpc::Server>> ServeControl(const std::string& path, mode_t mode,
                                                              ControlService* service);

@@ -73,11 +73,13 @@ void AddFlags(CLI::App& app, Flags& flags) {
   app.add_option("--handshake-timeout", flags.daemon.handshake_timeout_seconds,
                  "How long a client may take with its part of the handshake")
       ->type_name("SECONDS")
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--drain-timeout", flags.daemon.drain_timeout_seconds,
                  "How long jobs may take to end after SIGTERM")
       ->type_name("SECONDS")
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
   app.add_option(
          "--sandbox", flags.sandbox,
          "on: no capabilities, and only the system calls that serving takes; strict: another "

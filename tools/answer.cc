@@ -25,6 +25,7 @@ ExitCode ExitCodeOf(const absl::Status& status) {
     case ErrorId::kPoolFull:
     case ErrorId::kPoolNoDirectIo:
     case ErrorId::kBudgetTooSmall:
+    case ErrorId::kGpuMemory:
       return kDoesNotFit;
     case ErrorId::kDaemonStart:
     case ErrorId::kDaemonLost:

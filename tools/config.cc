@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <fstream>
 #include <memory>
 #include <string>
@@ -182,6 +183,11 @@ class ConfigCommand : public Command {
   static absl::StatusOr<Answer> Schema() {
     Answer answer;
     answer.data["keys"] = Json::array();
+    size_t type_width = 0, environment_width = 0;
+    for (const config::Key& key : config::AllKeys()) {
+      type_width = std::max(type_width, TypeText(key).size());
+      environment_width = std::max(environment_width, EnvironmentText(key).size());
+    }
     for (const config::Key& key : config::AllKeys()) {
       const bool is_choice = key.type == config::KeyType::kChoice;
       const char* const environment = key.environment == nullptr ? "" : key.environment;
@@ -192,12 +198,18 @@ class ConfigCommand : public Command {
                                      {"environment", environment},
                                      {"help", key.help}});
       absl::StrAppend(&answer.text,
-                      absl::StrFormat("%-18s %-28s %-10s %-15s %s\n", key.name,
-                                      is_choice ? key.choices : TypeName(key.type),
-                                      *key.otherwise == '\0' ? "-" : key.otherwise,
-                                      *environment == '\0' ? "-" : environment, key.help));
+                      absl::StrFormat("%-18s %-*s %-10s %-*s %s\n", key.name, type_width,
+                                      TypeText(key), *key.otherwise == '\0' ? "-" : key.otherwise,
+                                      environment_width, EnvironmentText(key), key.help));
     }
     return answer;
+  }
+
+  static std::string TypeText(const config::Key& key) {
+    return key.type == config::KeyType::kChoice ? key.choices : TypeName(key.type);
+  }
+  static std::string EnvironmentText(const config::Key& key) {
+    return key.environment == nullptr ? "-" : key.environment;
   }
 
   static const char* TypeName(config::KeyType type) {

@@ -123,6 +123,13 @@ void SetDeadline(grpc::ClientContext& context, double timeout_seconds) {
 // cancels what it was asked, without a word.
 absl::Status Judge(const Connection& connection, const grpc::Status& said) {
   const absl::Status status = proto::FromGrpc(said);
+  if (absl::IsDeadlineExceeded(status)) {
+    const absl::Status late =
+        MakeError(ErrorId::kDaemonStart,
+                  absl::StrCat("the daemon at ", connection.socket, " did not answer in time"),
+                  "Give it more (--timeout), or see whether it is stopped");
+    return absl::DeadlineExceededError(late.message());
+  }
   const bool ended = absl::IsCancelled(status) && !ErrorIdOf(status).has_value();
   return absl::IsUnavailable(status) || ended
              ? NoAnswer(connection.socket, connection.control, status)

@@ -24,6 +24,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "accelerator/copy_rates.h"
 #include "accelerator/cuda_loader.h"
 #include "aio/device.h"
@@ -32,6 +33,7 @@
 #include "base/cpu_list.h"
 #include "base/error.h"
 #include "base/numa.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "base/unique_fd.h"
 #include "kernels/isa.h"
@@ -267,7 +269,8 @@ std::vector<Check> GpuChecks() {
   return checks;
 }
 
-// The file system and the device under a directory, of the longest mount point that leads to it.
+// The file system and the device under a directory. Bind mounts are of one device, too: the
+// shortest mount point is the device's own.
 struct Mount {
   std::string point, type, source;
 };
@@ -365,7 +368,9 @@ class DoctorCommand : public Command {
     return "  offloadctl doctor --pool /nvme0\n  offloadctl doctor --strict --json\n";
   }
   void DefineFlags(CLI::App& app) override {
-    app.add_option("--pool", pools_, "a directory for stores; may be given more than once")
+    app.add_option(
+           "--pool", pools_,
+           "a directory for stores, or several with commas between; may be given more than once")
         ->envname("OFFLOADD_POOL");
     app.add_flag("--strict", strict_, "exit code 3 on warnings, too")
         ->always_capture_default(false);
@@ -374,7 +379,10 @@ class DoctorCommand : public Command {
   absl::StatusOr<Answer> Run() override {
     std::vector<Check> storage;
     std::optional<aio::Capabilities> capabilities;  // of the last pool, else of memory
-    for (const std::string& pool : pools_) storage.push_back(StorageCheck(pool, &capabilities));
+    for (const std::string& given : pools_) {
+      for (const std::string& pool : SplitPools(given).value_or(std::vector{given}))
+        storage.push_back(StorageCheck(pool, &capabilities));
+    }
     if (!capabilities.has_value()) {
       OFFLOAD_ASSIGN_OR_RETURN(capabilities, aio::ProbeCapabilities(""));
     }
@@ -425,7 +433,8 @@ class DoctorCommand : public Command {
   std::string NextCommand(const std::string& first_error) const {
     if (!first_error.empty()) return "offloadctl explain " + first_error;
     if (pools_.empty()) return "offloadctl doctor --pool DIR";
-    return absl::StrCat("offloadctl plan --params 1B --ram 4GiB --pool ", pools_.front());
+    return absl::StrCat("offloadctl plan --params 1B --ram 4GiB --pool ",
+                        absl::StrJoin(pools_, ","));
   }
 
   std::vector<std::string> pools_;

@@ -93,7 +93,10 @@ class FsckCommand : public Command {
         &text, report.path, ": step ", report.committed.epoch, ", ", report.extents_checked,
         " extents (", FormatDecimalBytes(report.extent_bytes_read), ") and ", report.copies_checked,
         " copies read, ",
-        report.is_clean() ? "clean" : absl::StrCat(report.findings.size(), " findings"), "\n");
+        report.is_clean() ? "clean"
+                          : absl::StrCat(report.findings.size(),
+                                         report.findings.size() == 1 ? " finding" : " findings"),
+        "\n");
     return text;
   }
 

@@ -11,7 +11,6 @@
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
-#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "swap/store.h"
 #include "tools/command.h"
@@ -66,7 +65,7 @@ class ImportCommand : public Command {
     OFFLOAD_ASSIGN_OR_RETURN(const CheckedImport checked, CheckImport(model, source));
     const uint64_t step = step_.value_or(checked.step);
     const std::string pool = new_pool_.empty() ? pool_ : new_pool_;
-    OFFLOAD_RETURN_IF_ERROR(CheckIsNew(pool));
+    OFFLOAD_RETURN_IF_ERROR(CheckIsNewJob(pool, new_job_));
     swap::StoreOptions options;
     options.generations = generations_;
     options.progress = ProgressLine();
@@ -78,16 +77,6 @@ class ImportCommand : public Command {
   }
 
  private:
-  // What --yes would find.
-  absl::Status CheckIsNew(const std::string& pool) const {
-    OFFLOAD_RETURN_IF_ERROR(CheckJobName(new_job_));
-    const absl::StatusOr<swap::StoreSummary> store = FindJob(pool, new_job_);
-    if (!store.ok()) return absl::OkStatus();
-    return MakeError(ErrorId::kStoreLocked,
-                     absl::StrCat("job '", new_job_, "' already has a store, ", store->path),
-                     "Remove it with offloadctl rm, or choose another job name");
-  }
-
   Answer Describe(const StoredModel& model, const UniversalSource& source,
                   const CheckedImport& checked, uint64_t step, const std::string& pool) const {
     swap::StoreSpec spec = model.store().spec();

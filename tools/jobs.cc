@@ -16,6 +16,7 @@
 #include "absl/strings/str_join.h"
 #include "base/byte_size.h"
 #include "base/error.h"
+#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "swap/store.h"
 #include "tools/command.h"
@@ -72,6 +73,10 @@ class ListCommand : public Command {
                                                     store.committed.epoch, StateText(store)));
       if (!store.damage.ok() && answer.exit_code != kDamaged)
         answer.exit_code = IsDamaged(store) ? kDamaged : kFailed;
+      if (IsDamaged(store) && answer.advice.empty()) {
+        answer.advice = absl::StrCat("Next: offloadctl fsck ", pool_, " ", store.job,
+                                     ", which says what is lost");
+      }
     }
     if (stores.empty()) answer.advice = absl::StrCat("No jobs in ", pool_);
     return answer;
@@ -124,7 +129,8 @@ class RemoveCommand : public Command {
 }  // namespace
 
 std::function<void(uint64_t, uint64_t)> ProgressLine() {
-  auto last = std::make_shared<std::chrono::steady_clock::time_point>();
+  auto last =
+      std::make_shared<std::chrono::steady_clock::time_point>(std::chrono::steady_clock::now());
   return [last](uint64_t done, uint64_t total) {
     const auto now = std::chrono::steady_clock::now();
     if (now - *last < std::chrono::seconds(1)) return;
@@ -140,6 +146,18 @@ absl::StatusOr<swap::StoreSummary> FindJob(const std::string& pool, const std::s
   }
   return MakeError(ErrorId::kBadValue, absl::StrCat("pool ", pool, " holds no job ", job),
                    absl::StrCat("offloadctl ls ", pool, " lists the jobs"));
+}
+
+absl::Status CheckIsNewJob(const std::string& pool, const std::string& job) {
+  OFFLOAD_RETURN_IF_ERROR(CheckJobName(job));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<swap::StoreSummary> stores, swap::ListStores(pool));
+  for (const swap::StoreSummary& store : stores) {
+    if (store.job != job) continue;
+    return MakeError(ErrorId::kStoreLocked,
+                     absl::StrCat("job '", job, "' already has a store, ", store.path),
+                     "Remove it with offloadctl rm, or choose another job name");
+  }
+  return absl::OkStatus();
 }
 
 std::unique_ptr<Command> MakeListCommand() { return std::make_unique<ListCommand>(); }

@@ -10,10 +10,13 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
 #include "base/error.h"
 #include "base/suggest.h"
 #include "base/version.h"
@@ -156,6 +159,27 @@ absl::Status FindUnknownWord(const CLI::App& app) {
   return words.empty() ? absl::OkStatus() : UnknownWord(app, words.front());
 }
 
+// A terminal's, and where a flag's explanation begins.
+constexpr size_t kColumns = 80, kExplanationColumn = 30;
+
+// Of a line that is longer the rest goes below its explanation. Commands stay whole, to be copied.
+std::string Wrapped(const std::string& help) {
+  std::vector<std::string> lines;
+  std::vector<std::string> all = absl::StrSplit(help, '\n');
+  for (std::string& line : all) {
+    const bool is_command = line.starts_with("  offloadctl ");
+    const size_t indent = line.starts_with(" ") ? kExplanationColumn : 0;
+    while (line.size() > kColumns && !is_command) {
+      const size_t space = line.rfind(' ', kColumns);
+      if (space == std::string::npos || space <= indent) break;
+      lines.push_back(line.substr(0, space));
+      line.replace(0, space + 1, indent, ' ');
+    }
+    lines.push_back(std::move(line));
+  }
+  return absl::StrJoin(lines, "\n");
+}
+
 struct CommandLine {
   CommandLine()
       : app(absl::StrCat("For example:\n"
@@ -174,6 +198,9 @@ struct CommandLine {
       child->option_defaults()->always_capture_default();
       child->add_flag("--json", json, "one JSON object on stdout")->always_capture_default(false);
       command->DefineFlags(*child);
+      for (CLI::Option* option : child->get_options()) {
+        if (option->get_default_str() == "[]") option->default_str("");
+      }
     }
   }
 
@@ -185,7 +212,7 @@ struct CommandLine {
       child->description(
           absl::StrCat("For example:\n", command->examples(), "\n", command->summary(), "."));
     }
-    return app.help();
+    return Wrapped(app.help());
   }
 
   bool json = false;
@@ -242,7 +269,8 @@ int main(int argc, char** argv) {
   std::cout.flush();
   if (std::cout || code != offload::tools::kDone) return code;
   // A full drive, for example: what was asked for is not there.
-  std::cerr << offload::MakeError(offload::ErrorId::kFileWrite, "standard output cannot be written")
+  std::cerr << offload::MakeError(offload::ErrorId::kFileWrite, "standard output cannot be written",
+                                  "Write it where there is room")
                    .message()
             << std::endl;
   return offload::tools::kFailed;

@@ -15,7 +15,9 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "base/unique_fd.h"
 #include "proto/offload.grpc.pb.h"
 #include "swap/store.h"
@@ -95,12 +97,16 @@ class OffloadctlTest : public ::testing::Test {
 };
 
 TEST_F(OffloadctlTest, HelpOfEveryCommandBeginsWithAnExample) {
-  for (const char* command : {"", "doctor", "plan", "status", "top", "report", "ls", "rm", "fsck",
-                              "snapshot", "export", "config", "explain", "version"}) {
+  for (const char* command :
+       {"", "doctor", "plan", "status", "top", "report", "ls", "rm", "fsck", "snapshot", "export",
+        "import", "config", "run", "explain", "version"}) {
     const Result result = Run(absl::StrCat(command, " --help"));
     EXPECT_EQ(result.exit_code, 0) << command;
     EXPECT_TRUE(result.out.starts_with(absl::StrCat("For example:\n  offloadctl ", command)))
         << result.out;
+    for (const absl::string_view line : absl::StrSplit(result.out, '\n'))
+      EXPECT_TRUE(line.size() <= 80 || absl::StartsWith(line, "  offloadctl ")) << line;
+    EXPECT_EQ(result.out.find("=[]"), std::string::npos) << result.out;
   }
 }
 
@@ -121,6 +127,13 @@ TEST_F(OffloadctlTest, SnapshotSaysWhatItWouldTakeAndDoesItWithYes) {
   EXPECT_EQ(RunJson("ls", pool(), 0)["jobs"].size(), 1u);
   const Json forked = RunJson("snapshot", "fork " + where + "best --as run2 --yes", 0);
   EXPECT_EQ(forked["step"], 7);
+  for (const char* yes : {"", " --yes"}) {
+    const Json again = RunJson("snapshot", "fork " + where + "best --as run2" + yes, 1);
+    EXPECT_EQ(again["error"]["id"], "OFD-1205") << again;
+  }
+  EXPECT_EQ(RunJson("snapshot", "fork " + where + "best --as a/b", 2)["error"]["id"], "OFD-1002");
+  EXPECT_EQ(RunJson("snapshot", "fork " + where + "best --as run3 --to /no/such", 1)["error"]["id"],
+            "OFD-1201");
   const Json jobs = RunJson("ls", pool(), 0);
   ASSERT_EQ(jobs["jobs"].size(), 2u);
   EXPECT_EQ(jobs["jobs"][1]["step"], 7);
@@ -243,6 +256,20 @@ TEST_F(OffloadctlTest, DoctorPassesAGoodPoolAndFailsABadOne) {
   EXPECT_NE(text.out.find("Next: offloadctl plan"), std::string::npos) << text.out;
 }
 
+// As a trainer takes it, and as OFFLOADD_POOL names several.
+TEST_F(OffloadctlTest, DoctorLooksAtEachOfSeveralPools) {
+  const std::string both = absl::StrCat(pool(), ",", pool(), "/missing");
+  for (const Result& text :
+       {Run("doctor --pool " + both), Run("doctor", "OFFLOADD_POOL=" + both)}) {
+    EXPECT_EQ(text.exit_code, 3);
+    EXPECT_NE(text.out.find(absl::StrCat("Storage  OK    ", pool(), " ")), std::string::npos)
+        << text.out;
+    EXPECT_NE(text.out.find(absl::StrCat("Storage  FAIL  ", pool(), "/missing ")),
+              std::string::npos)
+        << text.out;
+  }
+}
+
 // Of two devices, as a driver and a plug-in that stand in have them.
 TEST_F(OffloadctlTest, DoctorMeasuresTheCopiesOfDevices) {
   const Result text =
@@ -329,6 +356,8 @@ TEST_F(OffloadctlTest, PlanRefusesASmallBudgetWithBothFloors) {
   EXPECT_FALSE(plan["fits"].get<bool>());
   EXPECT_EQ(plan["error"]["id"], "OFD-1301");
   EXPECT_LT(plan["floor_bytes"], plan["floor_without_spilling_bytes"]);
+  const Json device = RunJson("plan", "--params 100M --ram 1GiB --gpu-ram 1MiB", 3);
+  EXPECT_EQ(device["error"]["id"], "OFD-2003");
 }
 
 TEST_F(OffloadctlTest, PlanReadsTheConfigurationOfACheckpoint) {
@@ -666,6 +695,21 @@ TEST_F(StatusTest, SaysThatNobodyAnswers) {
   EXPECT_NE(none.dump().find(absl::StrCat("no daemon answers at ", socket(), ": there is no ")),
             std::string::npos)
       << none.dump();
+}
+
+TEST_F(StatusTest, SaysWhichDaemonDoesNotAnswerInTime) {
+  const std::string folder = runtime_ / "offloadd-1";
+  std::filesystem::create_directory(folder);
+  const UniqueFd stopped(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_un address = {.sun_family = AF_UNIX};
+  absl::StrCat(folder, "/control.sock").copy(address.sun_path, sizeof(address.sun_path) - 1);
+  ASSERT_EQ(bind(stopped.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  ASSERT_EQ(listen(stopped.get(), 1), 0);
+  const Json late = RunJson("status", absl::StrCat("--timeout 0.2 --socket ", socket()), 5);
+  EXPECT_EQ(late["error"]["id"], "OFD-1501") << late;
+  EXPECT_NE(late.dump().find(absl::StrCat("the daemon at ", socket(), " did not answer in time")),
+            std::string::npos)
+      << late;
 }
 
 TEST_F(StatusTest, DoctorSeesTheDaemon) {

@@ -172,18 +172,22 @@ class PlanCommand : public Command {
       app.add_option(flag, *rate,
                      absl::StrCat("of copies ", copies, ", in 1e9 bytes per second: what ",
                                   "offloadctl doctor says"))
-          ->check(CLI::Range(1e-6, 1e6));
+          ->check(CLI::Range(1e-6, 1e6))
+          ->default_str("");
     }
     app.add_flag("--advise", flags_.advise,
                  "what budgets from the least to everything in memory would buy");
     app.add_option("--compute-seconds", flags_.compute_seconds,
                    "what a step takes on this machine in memory: for the time of a step")
-        ->check(CLI::Range(1e-6, 1e6));
+        ->check(CLI::Range(1e-6, 1e6))
+        ->default_str("");
     app.add_option("--tokens", flags_.tokens,
                    "of a step, all micro-batches together: with --gflops, in place of that, for an "
-                   "estimate");
+                   "estimate")
+        ->default_str("");
     app.add_option("--gflops", flags_.gflops, "that the machine, or the device, reaches")
-        ->check(CLI::Range(0.001, 1e12));
+        ->check(CLI::Range(0.001, 1e12))
+        ->default_str("");
     app.add_option("--dtype", flags_.dtype, "of weights and gradients: bf16, fp16, fp32 or fp64")
         ->check(CLI::IsMember({"bf16", "fp16", "fp32", "fp64"}));
     app.add_option("--optimizer", flags_.optimizer, "adamw, sgd (with momentum), ...")
@@ -215,7 +219,8 @@ class PlanCommand : public Command {
                                      std::pair{"--write-gbps", &flags_.write_gbps},
                                      std::pair{"--mixed-gbps", &flags_.mixed_gbps}}) {
       app.add_option(flag, *rate, "of the drive, in 1e9 bytes per second, instead of measuring")
-          ->check(CLI::Range(1e-6, 1e6));
+          ->check(CLI::Range(1e-6, 1e6))
+          ->default_str("");
     }
   }
 

@@ -116,7 +116,9 @@ absl::Status CheckIsNoLauncher(const std::string& program) {
 
 absl::Status CheckKind(const std::string& program, const ProgramKind& kind) {
   if (kind.kind == ProgramKind::kScript) {
-    const bool is_python = absl::StrContains(kind.interpreter, "python");
+    // pyenv's python is a script of the shell.
+    const bool is_python = absl::StrContains(kind.interpreter, "python") ||
+                           absl::StartsWith(BaseName(program), "python");
     return NotServed(
         absl::StrCat(program, " is a script for ", kind.interpreter),
         is_python ? kUsePython : "Put offloadctl run into it, in front of the trainer itself");

@@ -101,5 +101,13 @@ TEST_F(ProgramTest, ALauncherOfRanksLeadsToWhatServesThem) {
   EXPECT_EQ(refusal("bin/train.py").find("starts ranks"), std::string::npos);
 }
 
+// As pyenv has it: a script of the shell.
+TEST_F(ProgramTest, APythonThatIsAScriptLeadsToThePackage) {
+  const std::string shim = Write("shims/python3", "#!/usr/bin/env bash\nexec pyenv exec python3\n");
+  const absl::Status status = CheckPreloadable(shim, "");
+  EXPECT_EQ(ErrorIdOf(status), ErrorId::kUnsupportedModel) << status;
+  EXPECT_NE(status.message().find("python -m offloadd"), absl::string_view::npos) << status;
+}
+
 }  // namespace
 }  // namespace offload::tools

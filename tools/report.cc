@@ -42,7 +42,7 @@ class ReportCommand : public Command {
     return "  offloadctl report run1 -o report.html\n  offloadctl report run1 --json\n";
   }
   void DefineFlags(CLI::App& app) override {
-    app.add_option("job", job_, "that is open in a daemon which this user can reach");
+    app.add_option("JOB", job_, "that is open in a daemon which this user can reach");
     app.add_option("-o,--output", output_, "the page, which is replaced");
     app.add_option("--pool", pool_, "of the job, where several pools have one of this name");
     app.add_flag("--follow", follow_, "make it anew until the job ends")
@@ -51,11 +51,13 @@ class ReportCommand : public Command {
                    "seconds between two reports that --follow makes")
         ->check(CLI::Range(0.01, 3600.0));
     app.add_option(
-        "--tokens", operations_.tokens,
-        "of a step, all micro-batches and ranks together: adds an estimate of operations");
+           "--tokens", operations_.tokens,
+           "of a step, all micro-batches and ranks together: adds an estimate of operations")
+        ->default_str("");
     app.add_option("--peak-gflops", peak_gflops_,
                    "that the processors could do: adds the share of it that was reached")
-        ->check(CLI::Range(0.001, 1e12));
+        ->check(CLI::Range(0.001, 1e12))
+        ->default_str("");
     daemons_.DefineFlags(app);
   }
 
@@ -113,7 +115,9 @@ class ReportCommand : public Command {
     std::error_code error;
     if (file.good()) std::filesystem::rename(unfinished, output_, error);
     if (file.good() && !error) return absl::OkStatus();
-    return MakeError(ErrorId::kBadValue, absl::StrCat(output_, " cannot be written"));
+    std::filesystem::remove(unfinished, error);
+    return MakeError(ErrorId::kFileWrite, absl::StrCat(output_, " cannot be written"),
+                     "Name a file in a folder that this user may write to");
   }
 
   // The one job of that name.

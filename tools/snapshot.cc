@@ -205,6 +205,7 @@ class SnapshotCommand : public Command {
       return MakeError(ErrorId::kStoreLocked, absl::StrCat(store_.path, " is in use"),
                        "Make a snapshot and fork that");
     }
+    OFFLOAD_RETURN_IF_ERROR(CheckIsNewJob(target, fork_job_));
     OFFLOAD_ASSIGN_OR_RETURN(const std::unique_ptr<swap::Store> source,
                              swap::OpenForkSource(pool_, job_, snapshot_, {}));
     const uint64_t copied_bytes = swap::WrittenBytes(*source);

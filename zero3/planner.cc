@@ -580,6 +580,12 @@ std::string StateOf(const Needs& needs) {
   return absl::StrCat(" + optimizer state ", FormatBytes(needs.state_low_bytes));
 }
 
+// Two sums of which one is too small look alike where they are rounded to the same.
+std::string ToldFrom(uint64_t other, uint64_t bytes) {
+  const std::string text = FormatBytes(bytes);
+  return text == FormatBytes(other) ? absl::StrCat(bytes, " bytes") : text;
+}
+
 absl::Status TooSmall(const PlanInput& input, const Needs& needs, uint64_t floor,
                       uint64_t floor_without_spilling) {
   const bool spill = needs.gradients.size() > 0 && floor != floor_without_spilling;
@@ -591,9 +597,9 @@ absl::Status TooSmall(const PlanInput& input, const Needs& needs, uint64_t floor
   return MakeError(
       ErrorId::kBudgetTooSmall,
       absl::StrCat(
-          "ram is ", FormatBytes(input.ram_bytes), ", the least that trains this model is ",
-          FormatBytes(floor), " = weight window ", FormatBytes(weights), " + small tensors ",
-          FormatBytes(needs.bundle_bytes), StateOf(needs), " + gradients ",
+          "ram is ", ToldFrom(floor, input.ram_bytes), ", the least that trains this model is ",
+          ToldFrom(input.ram_bytes, floor), " = weight window ", FormatBytes(weights),
+          " + small tensors ", FormatBytes(needs.bundle_bytes), StateOf(needs), " + gradients ",
           FormatBytes(gradients + needs.gradient_copies * needs.bundle_gradient_bytes +
                       (spill ? needs.SumBlocksBytes() : 0)),
           spill ? " (spilled)" : "", RingsOf(needs), " + update pipeline ", FormatBytes(pipeline),

@@ -513,6 +513,17 @@ TEST(PlannerTest, SumsOfRanksAreDescribed) {
   EXPECT_TRUE(absl::StrContains(Refusal(input, 8 * kMiB).message(), "delivery rings 2 x 2.0 MiB"));
 }
 
+TEST(PlannerTest, ARefusalTellsTheBudgetFromTheFloor) {
+  PlanInput input = Equal(4, 1 << 20, Dtype::kFloat32);
+  const uint64_t floor = PlanFor(input, uint64_t{1} << 40).floor_bytes;
+  const std::string close = absl::StrCat(
+      "ram is ", floor - 1, " bytes, the least that trains this ", "model is ", floor, " bytes = ");
+  EXPECT_TRUE(absl::StrContains(Refusal(input, floor - 1).message(), close))
+      << Refusal(input, floor - 1);
+  EXPECT_TRUE(absl::StrContains(Refusal(input, kMiB).message(), "ram is 1.0 MiB, the least"))
+      << Refusal(input, kMiB);
+}
+
 TEST(PlannerTest, GradientsThatTheTrainerReducesAreWholeInEveryRegion) {
   PlanInput input = OfRanks(3);
   input.gradients_reduced = true;

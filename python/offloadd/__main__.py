@@ -1,7 +1,7 @@
 """python -m offloadd [--pool DIR] [--ram SIZE] [--job NAME] [--config FILE] (script.py | -m module | -c text | -) [arguments…]
 
 Runs a training script as it is, offloaded, as Python itself would run it. What is not given is taken from OFFLOADD_POOL, OFFLOADD_RAM and
-OFFLOADD_JOB, or from FILE; the job is otherwise named after the script."""
+OFFLOADD_JOB, or from FILE, or from the machine's or the user's offloadd.toml; the job is otherwise named after the script."""
 
 import argparse
 import builtins
@@ -89,23 +89,23 @@ def _options(given):
     from .library import Engine, is_disabled
 
     if given.config and not os.path.isfile(given.config):
-        raise Error.of(1101, f"there is no file {os.path.abspath(given.config)}", "Correct --config")
-    options = options_of(given.config) if given.config else {}
-    elsewhere = {} if is_disabled() else read_toml()
+        raise Error.of(1405, f"there is no file {os.path.abspath(given.config)}", "Correct --config")
+    is_whole = is_disabled() or str(given.config).endswith(".toml")  # the file that is named takes the place of the machine's and the user's
+    options = ({} if is_whole else read_toml()) | (options_of(given.config) if given.config else {})
     pools = given.nvme_path or options.get("nvme_path") or os.environ.get("OFFLOADD_POOL") or None
-    if not pools and not elsewhere.get("nvme_path") and not is_disabled():
+    if not pools and not is_disabled():
         raise Error.of(1201, "nvme_path is not set", "Name a directory on a drive, --pool DIR or OFFLOADD_POOL")
     pools = pools and absolute_paths(pools)
     for pool in pools.split(",") if pools and not is_disabled() else ():
         if not os.path.isdir(pool.strip()) and not pool.startswith("~"):
             raise Error.of(1201, f"nvme_path {pool.strip()} is no directory", "Create it, or correct nvme_path")
-    if not (given.ram or options.get("ram") or os.environ.get("OFFLOADD_RAM") or elsewhere.get("ram") or is_disabled()):
+    if not (given.ram or options.get("ram") or os.environ.get("OFFLOADD_RAM") or is_disabled()):
         raise Error.of(1002, "ram is not set", "Set it to a size, --ram 8GiB or OFFLOADD_RAM")
     job = given.job or options.get("job") or os.environ.get("OFFLOADD_JOB") or _job_of(given)
     given_here = {"nvme_path": pools, "ram": given.ram, "job": job}
     options |= {key: value for key, value in given_here.items() if value is not None}
     if not is_disabled():
-        Engine.check(strings({**elsewhere, **options}))
+        Engine.check(strings(options))
     return options
 
 

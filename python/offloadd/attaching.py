@@ -166,7 +166,7 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
     device           "cuda:0": where the model is trained; what it has in memory of the host goes there, parameters without ever being there
                      as a whole, so that it may be larger than the device's memory. Without it the model stays where it is
     job              names the run in the pool; the same name resumes it
-    config           a configuration (docs/python.md)
+    config           a configuration: an offloadd.toml, or DeepSpeed's (docs/configuration.md)
     unfreeze         frozen parameters whose optimizer state has room in a new job at once: True, names (patterns), or parameters
     initial_weights  a file or folder that a new job takes its weights from: safetensors, or pytorch_model.bin
 

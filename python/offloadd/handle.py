@@ -15,7 +15,7 @@ from . import beneath, followers, in_memory, jobs, lightning_position, lightning
     universal
 from .attachable import check_model, refuse_wrappers, to_unfreeze
 from .eager import run_as_before, run_eagerly
-from .errors import Error
+from .errors import Error, class_of
 from .foreign import ForeignPart
 from .growth import Grows, with_those_gone
 from .kinds import Kinds, check_together
@@ -53,6 +53,8 @@ class Gathered(list):
     def of(cls, handle, parameters, plane, write):
         """What Handle.gather() gives: a tensor for one parameter that is only read, else a list."""
         is_one = isinstance(parameters, (torch.Tensor, str))
+        if not is_one and not hasattr(parameters, "__iter__"):
+            raise Error.of(1002, f"gather() was given {class_of(parameters)}", "Give it a parameter, its name, or several")
         chosen = [handle.parameter(each) for each in ([parameters] if is_one else parameters)]
         copies = [handle.gather_one(each, plane) for each in chosen]
         return copies[0] if is_one and not write else cls(chosen, copies, write)

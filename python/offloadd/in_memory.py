@@ -346,6 +346,8 @@ def _move(models, optimizers, device):
 # What handles of jobs know, by name.
 STATISTICS = ("bytes_read", "bytes_written", "resident_bytes", "peak_bytes", "budget_bytes", "durable_step", "wait_seconds",
               "raw_accesses", "gpu_ram_bytes", "gpu_peak_bytes", "gpu_waits")
+STATUS = ("durable_step", "seconds_per_step", "ram_bytes", "allocated_bytes", "resident_bytes", "bytes_read", "bytes_written",
+          "read_bytes_per_second", "written_bytes_per_second")
 PLAN = ("parameters", "state_bytes", "gradient_bytes", "store_bytes", "window_bytes", "pipeline_bytes", "resident_bytes",
         "region_bytes", "overhead_bytes", "total_bytes", "gradients_spilled", "read_bytes_per_parameter",
         "write_bytes_per_parameter", "further_read_bytes_per_parameter", "further_write_bytes_per_parameter", "floor_bytes",
@@ -456,6 +458,11 @@ class Handle:
 
     def metrics(self):
         return {**{f"offloadd/{key}": 0.0 for key in STATISTICS}, "offloadd/step": float(self.step)}
+
+    def status(self):
+        """There is no daemon: what a script may print is zero, or nothing."""
+        return {"job": self.job, "pool": "", "phase": "in memory", "client_pid": os.getpid(), "ranks": [], "step": self.step, **dict.fromkeys(STATUS, 0),
+                "last_step": None, "plan": None, "io_engine": "", "devices": []}
 
     @property
     def trainer_state(self):

@@ -1349,7 +1349,7 @@ def mistakes_in_what_an_untouched_script_is_started_with_are_told_first(run):
         return
     with open(path := os.path.join(run.folder, "script.py"), "w", encoding="utf-8") as file:
         file.write("print('begun')")
-    for option, number in (("--pool", 1201), ("--config", 1101)):
+    for option, number in (("--pool", 1201), ("--config", 1405)):
         done = subprocess.run([sys.executable, "-m", "offloadd", "--pool", run.folder, option, os.path.join(run.folder, "nowhere"), path],
                               capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith(f"OFD-{number} ") and "nowhere" in done.stderr, done

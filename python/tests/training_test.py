@@ -137,7 +137,14 @@ def checkpoint_inside_an_interval(run):
     assert handle.statistics()["durable_step"] == 0
     assert handle.checkpoint() == handle.step == 2
     handle.wait_durable()
-    assert handle.statistics()["durable_step"] == (2 if run.offloaded else 0)
+    status = handle.status()
+    assert handle.statistics()["durable_step"] == status["durable_step"] == (2 if run.offloaded else 0), status
+    assert status["job"] == handle.job and status["step"] == 2 and (status["plan"] is not None) == run.offloaded, status
+    try:
+        handle.gather(5)
+        assert False
+    except offloadd.Error as error:
+        assert str(error).startswith("OFD-1002 gather() was given an int. "), error
     return told + run.train(model, optimizer, first=2)
 
 

@@ -295,6 +295,8 @@ def what_a_configuration_says_counts_less_than_what_is_given(run):
                                        (("--job", "given", "--pool", other), {"OFFLOADD_JOB": "of-variable"}, ["given", other, 128])):
         done = programs.run("-m", "offloadd", "--config", config, *arguments, path, OMP_NUM_THREADS="1", **variables)
         assert json.loads(done.stdout.splitlines()[-1]) == [told], done
+    done = programs.run("-m", "offloadd", path, OMP_NUM_THREADS="1", OFFLOADD_CONFIG=config)  # that of the user, or of the machine
+    assert json.loads(done.stdout.splitlines()[-1]) == [["of-file", run.folder, 128]], done
     with open(config, "a", encoding="utf-8") as file:
         file.write("jbo = 1")
     done = programs.run("-m", "offloadd", "--config", config, path)
