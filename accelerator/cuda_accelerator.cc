@@ -89,7 +89,13 @@ class CudaAccelerator final : public Accelerator,
   absl::StatusOr<bool> StreamIsCapturing(Stream stream) override {
     const OnDevice on(device_);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    OFFLOAD_RETURN_IF_ERROR(OFFLOAD_CUDA(cudaStreamIsCapturing, Unwrap(stream), &status));
+    const cudaError_t error = cudaStreamIsCapturing(Unwrap(stream), &status);
+    if (error == cudaErrorStreamCaptureImplicit) {
+      // The default stream, while one is captured that waits for it.
+      cudaGetLastError();
+      return true;
+    }
+    OFFLOAD_RETURN_IF_ERROR(StatusOf(error, "cudaStreamIsCapturing"));
     return status != cudaStreamCaptureStatusNone;
   }
 

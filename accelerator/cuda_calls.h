@@ -21,8 +21,9 @@ inline cudaEvent_t Unwrap(Event event) { return reinterpret_cast<cudaEvent_t>(ev
 absl::Status StatusOf(cudaError_t error, const char* call);
 #define OFFLOAD_CUDA(function, ...) StatusOf(function(__VA_ARGS__), #function)
 
-// The calling thread uses a device for a while. Setting a device makes a context on it, hundreds of
-// MiB, so a thread that had none of its own stays with ours.
+// The calling thread uses a device for a while. Afterwards its device is the one that it had, and
+// what has no number (torch's "cuda") means that. A context is hundreds of MiB, and setting a
+// device makes one: a thread that had none has none afterwards, on no other device either.
 class OnDevice {
  public:
   explicit OnDevice(int device);
@@ -31,8 +32,7 @@ class OnDevice {
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
-  int before_ = 0;
-  bool changes_back_ = false;
+  bool is_pushed_ = false;
 };
 
 }  // namespace offload::accelerator

@@ -13,6 +13,7 @@ enum {
   kMemoryAllocation = 2,
   kStubLibrary = 34,
   kInsufficientDriver = 35,
+  kDevicesUnavailable = 46,  // those that one process has for itself
   kNoDevice = 100,
   kInvalidDevice = 101,
   kNoDriver = 304,  // cudaErrorOperatingSystem: the driver's files cannot be opened
@@ -29,6 +30,7 @@ CudaFailure CudaFailureOf(int error) {
       return CudaFailure::kNone;
     case kStubLibrary:
     case kInsufficientDriver:
+    case kDevicesUnavailable:
     case kNoDevice:
     case kInvalidDevice:
     case kNoDriver:

@@ -19,6 +19,7 @@ TEST(CudaStatusTest, NamesCallErrorAndWayOut) {
 
 TEST(CudaStatusTest, WhatTheCallerCanDoDecidesTheIdentifier) {
   EXPECT_EQ(ErrorIdOf(CudaStatus(2, "", "", "")), ErrorId::kGpuMemory);
+  EXPECT_EQ(ErrorIdOf(CudaStatus(46, "", "", "")), ErrorId::kGpuMissing);
   EXPECT_EQ(ErrorIdOf(CudaStatus(100, "", "", "")), ErrorId::kGpuMissing);
   EXPECT_EQ(ErrorIdOf(CudaStatus(101, "", "", "")), ErrorId::kGpuMissing);
   EXPECT_EQ(ErrorIdOf(CudaStatus(214, "", "", "")),

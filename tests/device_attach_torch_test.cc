@@ -667,7 +667,8 @@ TEST(DeviceAttachTest, TheDeviceHoldsNoMoreThanGpuRam) {
   }
 }
 
-// However many buffers there are, a step waits for one copy of them; all come back.
+// However many small buffers there are, a step waits for one copy of them; all come back. What a
+// step copies to the host goes to page-locked memory.
 TEST(DeviceAttachTest, BuffersGoToTheHostTogether) {
   const auto waits_of_a_step = [](int64_t count) {
     HostAccelerator device({.pace = Pace::kEager});
@@ -676,6 +677,7 @@ TEST(DeviceAttachTest, BuffersGoToTheHostTogether) {
     const auto make = [&](int64_t begin) {
       auto model = std::make_shared<nn::Module>();
       model->register_parameter("weight", torch::ones({8, 8}));
+      model->register_buffer("table", torch::full({700, 900}, begin, at::kFloat));
       for (int64_t i = 0; i < count; ++i) {
         const std::string number = std::to_string(i);
         model->register_buffer("count" + number, torch::tensor(begin + i));
@@ -698,9 +700,11 @@ TEST(DeviceAttachTest, BuffersGoToTheHostTogether) {
       const auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-2));
       for (int step = 0; step < 2; ++step) {
         model->parameters()[0].sum().backward();
-        const uint64_t before = device.counters().synchronizes;
+        const HostAccelerator::Counters before = device.counters();
         optimizer->step();
-        waits = device.counters().synchronizes - before;
+        const HostAccelerator::Counters after = device.counters();
+        waits = after.synchronizes - before.synchronizes;
+        EXPECT_EQ(after.pageable_copies, before.pageable_copies);
       }
       ExpectEqual(buffers_of(*make(0)), buffers_of(*model));
     }

@@ -17,9 +17,13 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -94,6 +98,46 @@ struct StandinAllocator final : c10::Allocator {
     default_copy_data(to, from, size_bytes);
   }
 };
+
+// Memory of the host that is page-locked for the device, until it is freed.
+struct PinnedAllocator final : c10::Allocator {
+  static std::mutex mutex;
+  static std::map<const std::byte*, size_t> sizes;
+  struct Piece {
+    HostAccelerator* device;
+    std::unique_ptr<std::byte[]> bytes;
+  };
+  static void Free(void* context) {
+    const std::unique_ptr<Piece> piece(static_cast<Piece*>(context));
+    {
+      const std::lock_guard lock(mutex);
+      sizes.erase(piece->bytes.get());
+    }
+    piece->device->HostUnregister(piece->bytes.get()).IgnoreError();
+  }
+  static bool Has(const std::byte* bytes) {
+    const std::lock_guard lock(mutex);
+    const auto behind = sizes.upper_bound(bytes);
+    return behind != sizes.begin() && bytes < std::prev(behind)->first + std::prev(behind)->second;
+  }
+  c10::DataPtr allocate(size_t size_bytes) override {
+    if (size_bytes == 0) return {nullptr, c10::kCPU};
+    auto piece = std::make_unique<Piece>(device, std::make_unique<std::byte[]>(size_bytes));
+    std::byte* const bytes = piece->bytes.get();
+    TORCH_CHECK(
+        Check(device->HostRegister(bytes, size_bytes, accelerator::HostAccess::kReadWrite)));
+    const std::lock_guard lock(mutex);
+    sizes[bytes] = size_bytes;
+    return {bytes, piece.release(), &Free, c10::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, size_t size_bytes) const override {
+    default_copy_data(to, from, size_bytes);
+  }
+};
+
+std::mutex PinnedAllocator::mutex;
+std::map<const std::byte*, size_t> PinnedAllocator::sizes;
 
 // ---- Kernels -----------------------------------------------------------------------------------
 
@@ -249,10 +293,58 @@ at::Tensor CopyFromAndResize(const at::Tensor& from, const at::Tensor& to) {
   at::native::resize_(to, from.sizes());
   return CopyFrom(from, to, false);
 }
+// As CUDA's: in another order than that of the kernel for one tensor, whatever else is in the list.
+std::vector<at::Tensor> ListNorm(at::TensorList tensors, const at::Scalar& order,
+                                 std::optional<at::ScalarType> dtype) {
+  device->RunStream(current);
+  std::vector<at::Tensor> norms;
+  for (const at::Tensor& tensor : tensors) {
+    Note(tensor, Use::kRead);
+    const at::Tensor values = AsCpu(tensor);
+    const bool is_slow = order.toDouble() != 2 || dtype.has_value() || tensor.numel() == 0 ||
+                         !at::isFloatingType(tensor.scalar_type()) ||
+                         !tensor.is_non_overlapping_and_dense();
+    if (is_slow) {
+      norms.push_back(FromCpu(at::linalg_vector_norm(values, order, std::nullopt, false, dtype)));
+      continue;
+    }
+    at::Tensor squares = values.as_strided({values.numel()}, {1}).flip(0);
+    if (values.element_size() < sizeof(float)) squares = squares.to(at::kFloat);
+    const at::Tensor sum = at::cumsum(squares * squares, 0).select(0, -1);
+    norms.push_back(FromCpu(sum.sqrt().to(values.scalar_type())));
+  }
+  return norms;
+}
 at::Scalar Item(const at::Tensor& tensor) {
   Note(tensor, Use::kRead);
   SynchronizeStream(current);
   return AsCpu(tensor).item();
+}
+
+// torch asks backends that it does not know for these two.
+at::Tensor Convolution(const at::Tensor& input, const at::Tensor& weight,
+                       const std::optional<at::Tensor>& bias, c10::IntArrayRef stride,
+                       c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
+                       c10::IntArrayRef output_padding, int64_t groups) {
+  device->RunStream(current);
+  for (const at::Tensor& used : {input, weight, bias.value_or(at::Tensor())})
+    Note(used, Use::kRead);
+  const std::optional<at::Tensor> bias_on_cpu =
+      bias.has_value() && bias->defined() ? std::optional(AsCpu(*bias)) : std::nullopt;
+  return FromCpu(at::convolution(AsCpu(input), AsCpu(weight), bias_on_cpu, stride, padding,
+                                 dilation, transposed, output_padding, groups));
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor> ConvolutionBackward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight,
+    c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
+    c10::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> needed) {
+  device->RunStream(current);
+  for (const at::Tensor& used : {gradient, input, weight}) Note(used, Use::kRead);
+  const int64_t bias_size = transposed ? weight.size(1) * groups : weight.size(0);
+  const auto [of_input, of_weight, of_bias] = at::convolution_backward(
+      AsCpu(gradient), AsCpu(input), AsCpu(weight), c10::IntArrayRef(&bias_size, 1), stride,
+      padding, dilation, transposed, output_padding, groups, needed);
+  return {FromCpu(of_input), FromCpu(of_weight), FromCpu(of_bias)};
 }
 at::Tensor View(const at::Tensor& tensor, c10::IntArrayRef sizes) {
   return at::native::view(tensor, sizes);
@@ -288,6 +380,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty_strided", EmptyStrided);
   library.impl("_copy_from", CopyFrom);
   library.impl("_copy_from_and_resize", CopyFromAndResize);
+  library.impl("_foreach_norm.Scalar", ListNorm);
+  library.impl("convolution_overrideable", Convolution);
+  library.impl("convolution_backward_overrideable", ConvolutionBackward);
   library.impl("_local_scalar_dense", Item);
   library.impl("view", View);
   library.impl("as_strided", AsStrided);
@@ -396,6 +491,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex deviceCount() const override { return 1; }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
   at::Device getDeviceFromPtr(void*) const override { return StandinDevice(); }
+  bool isPinnedPtr(const void* data) const override {
+    return PinnedAllocator::Has(static_cast<const std::byte*>(data));
+  }
+  at::Allocator* getPinnedMemoryAllocator() const override {
+    static auto* const allocator = new PinnedAllocator;
+    return allocator;
+  }
 };
 
 void Register() {

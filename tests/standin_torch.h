@@ -12,7 +12,8 @@
 // record_stream() has named.
 //
 // Where torch itself takes another way for such backends, so does this one: dropout has the kernel
-// of GPUs, and convolutions are not there.
+// of GPUs, convolutions have operators of their own, and the norms of a list are added in another
+// order than that of one tensor.
 //
 // Thread safety: UseStandin() before the first tensor; a device is used by any number of threads.
 #pragma once

@@ -1202,8 +1202,7 @@ def be_a_worker():
     device_test.use_device()
     if IS_CUDA:
         warm_up()
-    battery.reference = host_steps.host_steps
-    battery.unattached = functools.partial(host_steps.host_steps, has_foreach_norm=True)
+    battery.reference = battery.unattached = host_steps.host_steps
     isolated.work(int(option("seconds", "180")), left_over)
 
 

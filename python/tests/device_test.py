@@ -17,6 +17,7 @@ import sys
 import time
 import types
 import unittest.mock
+import warnings
 
 DEVICE = os.environ.get("OFFLOADD_TEST_DEVICE", "privateuseone:0")
 IS_STANDIN = DEVICE.startswith("privateuseone")
@@ -323,6 +324,60 @@ def larger_than_both_memories(run):
             statistics = handle.statistics()
             assert statistics["gpu_peak_bytes"] <= statistics["gpu_ram_bytes"], statistics
         return told, on_host(model, optimizer)
+
+
+@case(**BOTH)
+def norms_of_lists_and_of_one(run):
+    """A device's kernel for lists adds in another order than that for one tensor."""
+    model = run.model()
+    optimizer = adamw(model)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        for part in range(2):
+            run.loss(model, 2 * step + part).backward()
+        gradients = [p.grad for p in model.parameters()]
+        lists = [gradients, gradients[3:5], [*gradients[:2], torch.ones(33, device=DEVICE, dtype=run.dtype)], list(model.parameters())]
+        told += [norm.item() for each in lists for norm in torch._foreach_norm(each)]
+        told += [norm.item() for norm in torch._foreach_norm(gradients, float("inf"))]
+        told += [gradient.norm().item() for gradient in gradients]
+        told.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=step != 1).item())
+        told += [norm.item() for norm in torch._foreach_norm(gradients)]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 0)
+    return told
+
+
+@case(types=("fp32",), memory=("floor",))
+def stream_of_ones_own(run):
+    """On which the model is used first, behind attach(): nothing is warned of that is not in memory."""
+    model = run.model()
+    optimizer = adamw(model)
+    run.attach(model, optimizer)
+    stream = torch.Stream(device=DEVICE)
+    stream.wait_stream(torch.accelerator.current_stream())
+    with warnings.catch_warnings(), stream:
+        warnings.simplefilter("error")
+        told = run.train(model, optimizer, clip=0.1)
+    torch.accelerator.current_stream().wait_stream(stream)
+    return told
+
+
+@case(types=("fp32",), memory=("floor",))
+def convolutions_with_running_statistics(run):
+    model = run.make(lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU(),
+                                                 torch.nn.ConvTranspose2d(16, 8, 2, groups=2), torch.nn.BatchNorm2d(8, momentum=None)))
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        inputs = torch.randn(4, 3, 9, 9, generator=torch.Generator().manual_seed(step)).pin_memory().to(DEVICE, non_blocking=True)
+        loss = model(inputs).square().mean()
+        loss.backward()
+        told += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return told, dict(model.named_buffers())
 
 
 class WithBuffers(torch.nn.Module):

@@ -91,8 +91,7 @@ class _Step:
 
 
 @contextlib.contextmanager
-def host_steps(has_foreach_norm=False):
-    """`has_foreach_norm`: torch's for many tensors at once stays."""
+def host_steps():
     steps = []
 
     def begin(optimizer, arguments, named):
@@ -119,14 +118,9 @@ def host_steps(has_foreach_norm=False):
             steps.pop().back()
 
     hooks = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
-    foreach_norm = torch._foreach_norm
-    # The kernel for many tensors adds in another order than that for one, which offloaded training has.
-    if not has_foreach_norm:
-        torch._foreach_norm = lambda tensors, ord=2, dtype=None: [torch.linalg.vector_norm(each, ord, dtype=dtype) for each in tensors]
     try:
         yield
     finally:
-        torch._foreach_norm = foreach_norm
         for hook in hooks:
             hook.remove()
 

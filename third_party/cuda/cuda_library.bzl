@@ -3,8 +3,10 @@
 load("@rules_cc//cc:defs.bzl", "cc_library")
 load("@cuda//:defs.bzl", "HAS_CUDA", "NVCC")
 
-# Machine code for A100, H100 and B200, and code that the driver translates for what comes after.
+# Machine code for what torch's wheels run on: T4, A100 and what follows it, H100, B200; and code that the driver translates for
+# what comes after.
 _ARCHITECTURES = [
+    "-gencode=arch=compute_75,code=sm_75",
     "-gencode=arch=compute_80,code=sm_80",
     "-gencode=arch=compute_90,code=sm_90",
     "-gencode=arch=compute_100,code=[sm_100,compute_100]",
@@ -41,7 +43,7 @@ def _nvcc_objects_impl(ctx):
         base = ctx.label.name + "/" + source.basename
         if ctx.attr.ptx:
             output = ctx.actions.declare_file(base + ".ptx")
-            _nvcc(ctx, source, output, ["-arch=compute_80", "-ptx"])
+            _nvcc(ctx, source, output, ["-arch=compute_75", "-ptx"])
         else:
             output = ctx.actions.declare_file(base + ".pic.o")
             _nvcc(ctx, source, output, _ARCHITECTURES + ["-Xcompiler", "-fPIC,-Wall,-fno-omit-frame-pointer", "-c"])

@@ -258,7 +258,8 @@ class BytesOnHost {
           tensor.detach().contiguous().reshape({tensor.numel()}).view(at::kByte));
     }
     for (auto& [where, device] : devices_)
-      device.bytes = (device.parts.size() == 1 ? device.parts[0] : at::cat(device.parts)).cpu();
+      device.bytes =
+          ValuesInOrder(device.parts.size() == 1 ? device.parts[0] : at::cat(device.parts));
   }
   // For each buffer in turn; until it is called again.
   std::string_view Next() {

@@ -1,5 +1,6 @@
 #include "zero3/torch/gradient.h"
 
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
@@ -347,6 +348,9 @@ void Gradient::WaitWhileRawMoves(Lock& lock) {
 }
 
 void Gradient::Watch() {
+  // The node is of the stream that is current now. torch warns of it where a trainer has others,
+  // which in memory would have made it in its first forward.
+  if (!parameter_.is_cpu()) at::globalContext().setWarnOnAccumulateGradStreamMismatch(false);
   accumulation_ = torch::autograd::impl::grad_accumulator(parameter_);
   if (AccumulationHook* const hook = AccumulationHook::Of(*accumulation_)) {
     hook->Follow(this);

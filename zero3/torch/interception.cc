@@ -51,6 +51,7 @@ struct Verdict {
   Pins::Allocates allocates = Pins::Allocates::kResults;
   bool is_split = false;  // runs for each tensor of its first list, with those of the others
   bool is_loop = false;   // _foreach_*
+  bool is_list_norm = false;
   bool takes_raw_memory = false;
   bool is_communication = false;  // of c10d: goes on when the operator has returned
   bool is_message = false;        // from one rank to another
@@ -264,6 +265,8 @@ std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
   verdict->special = SpecialOf(schema);
   verdict->is_split = IsOverWholeLists(schema);
   verdict->is_loop = absl::StartsWith(schema.name(), "aten::_foreach_");
+  verdict->is_list_norm =
+      schema.name() == "aten::_foreach_norm" && schema.overload_name() == "Scalar";
   verdict->allocates = AllocatesOf(schema.name());
   verdict->takes_raw_memory = TakesRawMemory(schema.name());
   verdict->is_communication = IsCommunication(schema.name());
@@ -498,6 +501,46 @@ void RunOneByOne(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   }
 }
 
+// The kernel that a device has for the norms of a list adds in another order than that of one
+// tensor, and torch takes it for lists of one kind. It takes each tensor for itself, so that what
+// else is in the list changes nothing of its norm.
+bool TakesListKernel(const torch::jit::Stack& stack, size_t count) {
+  const std::vector<at::Tensor> list = torch::jit::peek(stack, 0, count).toTensorVector();
+  if (list.empty() || !list.front().defined() || list.front().is_cpu()) return false;
+  return std::ranges::all_of(list, [&](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.device() == list.front().device() &&
+           tensor.scalar_type() == list.front().scalar_type() && tensor.layout() == at::kStrided &&
+           tensor.is_non_overlapping_and_dense();
+  });
+}
+
+at::Tensor ListNormOf(const at::Tensor& tensor, const c10::OperatorHandle& op,
+                      c10::DispatchKeySet below, const std::vector<c10::IValue>& arguments) {
+  torch::jit::Stack one = arguments;
+  one.front() = c10::List<at::Tensor>({tensor});
+  Uses uses;
+  const PassWithUses pass([&]() -> Uses& {
+    uses.clear();
+    Collect(one.front(), Argument::kRead, uses);
+    return uses;
+  });
+  Pins pins;
+  for (const auto& [used, access] : uses) pins.Add(used, access);
+  op.redispatchBoxed(below, &one);
+  pins.Finish();
+  return one.front().toTensorVector().front();
+}
+
+void RunListNorms(const c10::OperatorHandle& op, c10::DispatchKeySet below,
+                  torch::jit::Stack* stack) {
+  const std::vector<c10::IValue> arguments =
+      torch::jit::pop(*stack, op.schema().arguments().size());
+  c10::List<at::Tensor> norms;
+  for (const at::Tensor& tensor : arguments.front().toTensorVector())
+    norms.push_back(ListNormOf(tensor, op, below, arguments));
+  torch::jit::push(*stack, std::move(norms));
+}
+
 bool IsCopiedAmongSeveral(const c10::IValue& value) {
   if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().requires_grad())
     return false;
@@ -529,8 +572,8 @@ bool CopySeveral(const Verdict& verdict, const Uses& uses, torch::jit::Stack* st
 }
 
 // The keys that are left. The kernels of _foreach_* are loops on the CPU; those of a device take
-// the addresses of all tensors at once, so there, too, the CPU's run. A mode in Python would take
-// the list to the device's kernel: it sees the operators of the loop instead.
+// the addresses of all tensors at once, so there, too, the CPU's run (but RunListNorms()). A mode
+// in Python would take the list to the device's kernel: it sees the operators of the loop instead.
 c10::DispatchKeySet BelowManaged(const Verdict& verdict, c10::DispatchKeySet keys) {
   const c10::DispatchKeySet below =
       keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kManagedKey);
@@ -572,6 +615,11 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
   static auto* const kVerdicts = new VerdictTable();
   const Verdict& verdict = kVerdicts->Find(op.schema());
   const c10::DispatchKeySet below = BelowManaged(verdict, keys);
+  if (verdict.is_list_norm && TakesListKernel(*stack, verdict.arguments.size())) {
+    const c10::DispatchKeySet all_below =
+        keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kManagedKey);
+    return RunListNorms(op, all_below.remove(c10::DispatchKey::Python), stack);
+  }
   const bool computes = verdict.special != Special::kNone && verdict.special < Special::kSet;
   if (verdict.special != Special::kNone && !(computes && MayBecomeAnother(below)) &&
       ServedByResidency(verdict, stack))

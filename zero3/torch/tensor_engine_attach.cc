@@ -32,6 +32,7 @@
 #include "zero3/torch/device_gradient.h"
 #include "zero3/torch/device_memory.h"
 #include "zero3/torch/device_move.h"
+#include "zero3/torch/devices.h"
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/parameter_text.h"
@@ -537,6 +538,7 @@ void TensorEngine::Declare(const client::OtherTensors* others) {
   ThrowIfError(session.CountUses(plan.use_times_offset));
   attachment_->SetPlan(std::move(input), std::move(plan));
   if (device_plan_.is_made()) {
+    FreeUnused(device_plan_.device());  // by the program since the plan was made
     attachment_->SetDevice(std::make_shared<DeviceMemory>(
         *attachment_, device_plan_.device(), device_plan_.accelerator(), device_plan_.plan(),
         device_plan_.gpu_ram_bytes(), options_.gradient_average));
