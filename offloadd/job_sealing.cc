@@ -179,8 +179,8 @@ absl::Status Job::ReserveRegion(Rank& rank, uint64_t bytes) const {
 // ---- Back on the loop --------------------------------------------------------------------------
 
 void Job::FinishSeal(Made& made) {
+  TakeOver(made);  // in any case: a store that was replaced is none that somebody has removed
   if (IsClosing(phase())) return AnswerSeal(Ending());
-  TakeOver(made);
   if (!made.status.ok()) {
     SetPhase(JobPhase::kOpen);
     return AnswerSeal(made.status);
