@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "tests/node_daemon.h"
 #include "tests/spine_fixture.h"
@@ -177,6 +178,23 @@ TEST_F(SpineFailureTest, AcquireWithoutRoomFailsInsteadOfWaitingForEver) {
   job.session().Release(0);
   ASSERT_NO_FATAL_FAILURE(job.Forward());
   ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  job.Close();
+}
+
+// What is read back for its own sake makes no room: each of its reads counted as if it might.
+TEST_F(SpineFailureTest, AcquireWithoutRoomFailsWhileTheStoreIsReadBack) {
+  const ScopedVariable timeout("OFFLOADD_ROOM_TIMEOUT", "1.3");
+  const ScopedVariable scrub("OFFLOADD_SCRUB", "1e6");  // of 6 MB, up to 1 MB at a time
+  Job job(pool_, "job", {.dtype = Dtype::kFloat32});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  job.Step();
+  ASSERT_TRUE(job.session().WaitDurable().ok());
+  ASSERT_TRUE(job.session().Acquire(0).ok());
+  const double begin = Clock::Real().NowSeconds();
+  const absl::Status status = job.session().Acquire(2).status();
+  EXPECT_EQ(ErrorIdOf(status), ErrorId::kWindowExhausted) << status;
+  EXPECT_LT(Clock::Real().NowSeconds() - begin, 4);
+  job.session().Release(0);
   job.Close();
 }
 
