@@ -3,14 +3,14 @@
 #include <google/protobuf/stubs/common.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "base/advice.h"
 #include "base/error.h"
 #include "base/run_names.h"
@@ -29,7 +29,7 @@ namespace v1 = proto::v1;
 constexpr std::chrono::seconds kCallLimit{30};
 constexpr std::chrono::seconds kExplainLimit{5};
 // The transport may notice the daemon's end before the session does.
-constexpr absl::Duration kHealthGrace = absl::Seconds(1);
+constexpr std::chrono::seconds kHealthGrace{1};
 
 // Bounds of one streamed message, far below kControlMessageBytesMax.
 constexpr size_t kTensorsPerMessage = 1024;
@@ -503,8 +503,10 @@ absl::Status ControlClient::Explain(const char* name, const grpc::Status& status
                      absl::StrCat("the daemon can start no further thread, which ", name, " needs"),
                      kThreadsFix);
   }
-  const absl::Time deadline = absl::Now() + kHealthGrace;
-  while (health_->ok() && absl::Now() < deadline) absl::SleepFor(absl::Milliseconds(5));
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point deadline = Clock::now() + kHealthGrace;
+  while (health_->ok() && Clock::now() < deadline)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
   if (!health_->ok()) return health_->status();
   return MakeError(ErrorId::kDaemonLost, absl::StrCat(name, " failed: ", status.error_message()));
 }

@@ -107,6 +107,7 @@ absl::StatusOr<std::shared_ptr<Session>> ControlService::SessionOf(
     const grpc::ServerContext& context) const {
   const std::optional<proto::Token> token = proto::TokenOf(context);
   std::shared_ptr<Session> session = token.has_value() ? sessions_->FindByToken(*token) : nullptr;
+  if (session == nullptr && token.has_value() && sessions_->daemon_ends()) return DaemonEnds();
   if (session == nullptr) return MakeError(ErrorId::kRefused, "the call has no session's token");
   if (!session->BeginCall()) {
     return MakeError(ErrorId::kRefused,
@@ -401,7 +402,8 @@ grpc::Status ControlService::TakeTransfers(grpc::ServerContext* context,
 grpc::Status ControlService::CloseJob(grpc::ServerContext* context, const v1::Empty*, v1::Empty*) {
   const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
   if (!session.ok()) return ToGrpc(session.status());
-  if ((*session)->job() == nullptr) return grpc::Status::OK;  // nothing to close
+  if ((*session)->job() == nullptr && !(*session)->IsLeaving())
+    return grpc::Status::OK;  // nothing to close
   return ToGrpc(OnJob<absl::Status>(
       **session, [](Job& job, Rank& rank, std::function<void(absl::Status)> done) {
         job.Close(rank, std::move(done));

@@ -287,6 +287,7 @@ void Daemon::Shutdown() {
   shutting_down_ = true;
   drain_deadline_seconds_ = Clock::Real().NowSeconds() + options_.drain_timeout_seconds;
   loop_->SetTurn([this] { return CheckDrain(); });
+  sessions_.EndWithDaemon();
   for (const std::shared_ptr<Session>& session : sessions_.All()) session->Shutdown();
   StopIfDone();
 }

@@ -179,8 +179,8 @@ absl::Status Job::ReserveRegion(Rank& rank, uint64_t bytes) const {
 // ---- Back on the loop --------------------------------------------------------------------------
 
 void Job::FinishSeal(Made& made) {
+  TakeOver(made);  // in any case: a store that was replaced is none that somebody has removed
   if (IsClosing(phase())) return AnswerSeal(Ending());
-  TakeOver(made);
   if (!made.status.ok()) {
     SetPhase(JobPhase::kOpen);
     return AnswerSeal(made.status);
@@ -388,7 +388,11 @@ void Job::MakeScrubber() {
   if (std::getenv("OFFLOADD_SCRUB") == nullptr) options.delay_seconds = kLimits.scrub_delay_seconds;
   options.bytes_per_second = NumberFrom("OFFLOADD_SCRUB", kLimits.scrub_bytes_per_second);
   options.compute = [this](std::function<void()> work, std::function<void()> done) {
-    context_.Compute(std::move(work), std::move(done));
+    ++context_.scrubbing;
+    context_.Compute(std::move(work), [this, done = std::move(done)] {
+      --context_.scrubbing;
+      done();
+    });
   };
   scrubber_ = std::make_unique<swap::Scrubber>(store_.get(), std::move(options));
 }

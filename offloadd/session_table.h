@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -31,6 +32,9 @@ class SessionTable {
     sessions_.erase(entry);
     return session;
   }
+  // From now on sessions end because the daemon does: before the first of them is told.
+  void EndWithDaemon() { daemon_ends_.store(true, std::memory_order_release); }
+  bool daemon_ends() const { return daemon_ends_.load(std::memory_order_acquire); }
   // Compares with every token, each in constant time. Null when it is nobody's.
   std::shared_ptr<Session> FindByToken(const proto::Token& token) const {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -66,6 +70,7 @@ class SessionTable {
                       [&](const auto& entry) { return holds(*entry.second); }));
   }
 
+  std::atomic<bool> daemon_ends_{false};
   mutable std::mutex mutex_;
   std::map<uint64_t, std::shared_ptr<Session>> sessions_;  // guarded by mutex_
 };

@@ -414,7 +414,7 @@ std::string WeightCache::WhoMayLetGo() const {
 void WeightCache::CheckPatience(uint32_t store_tensor) {
   State& state = states_[store_tensor];
   const double now = context_->clock->NowSeconds();
-  if (context_->outstanding > 0)
+  if (context_->outstanding > context_->scrubbing)
     state.waiting_since = now;  // what is in flight may still make room
   if (now - state.waiting_since < context_->room_timeout_seconds) return;
   const proto::StoreTensor& tensor = context_->store_tensor(store_tensor);

@@ -1,10 +1,11 @@
 #include "proto/daemon_rings.h"
 
-#include <algorithm>
 #include <cstring>
 
 #include "base/check.h"
 #include "base/error.h"
+#include "base/string_view.h"
+#include "proto/cut_text.h"
 
 namespace offload::proto {
 
@@ -30,10 +31,9 @@ void InitializeSlab(std::byte* slab) {
 
 void PublishFailure(SlabHeader* header, const absl::Status& status) {
   if (header->failure.load(std::memory_order_relaxed) != 0) return;
-  const absl::string_view text = status.message();
-  const size_t length = std::min(text.size(), sizeof(header->failure_text) - 1);
-  std::memcpy(header->failure_text, text.data(), length);
-  header->failure_text[length] = 0;
+  const std::string_view text = CutText(ToStd(status.message()), sizeof(header->failure_text) - 1);
+  std::memcpy(header->failure_text, text.data(), text.size());
+  header->failure_text[text.size()] = 0;
   const ErrorId id = ErrorIdOf(status).value_or(ErrorId::kInternal);
   header->failure.store(static_cast<uint32_t>(id), std::memory_order_release);
 }

@@ -127,5 +127,18 @@ TEST(PublishFailureTest, TheFirstReasonStaysAndEndsWithZero) {
   EXPECT_EQ(std::strlen(header->failure_text), sizeof(header->failure_text) - 1);
 }
 
+TEST(PublishFailureTest, WhatHasNoRoomIsLeftOutByWholeCharacters) {
+  for (const char* const before : {"", "x"}) {
+    auto header = std::make_unique<SlabHeader>();
+    InitializeSlab(reinterpret_cast<std::byte*>(header.get()));
+    std::string text = before;
+    for (int i = 0; i < 1000; ++i) text += "ä";
+    PublishFailure(header.get(), absl::DataLossError(text));
+    const std::string kept = header->failure_text;
+    EXPECT_GE(kept.size(), sizeof(header->failure_text) - 2);
+    EXPECT_EQ((kept.size() - std::strlen(before)) % 2, 0u);
+  }
+}
+
 }  // namespace
 }  // namespace offload::proto

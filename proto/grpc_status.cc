@@ -1,22 +1,14 @@
 #include "proto/grpc_status.h"
 
+#include "base/string_view.h"
+#include "proto/cut_text.h"
+
 namespace offload::proto {
-namespace {
-
-// Cut at the beginning of a UTF-8 character: gRPC escapes bytes, people read characters.
-std::string CutText(absl::string_view text, size_t length_max) {
-  if (text.size() <= length_max) return std::string(text);
-  size_t length = length_max;
-  while (length > 0 && (static_cast<unsigned char>(text[length]) & 0xc0) == 0x80) --length;
-  return std::string(text.substr(0, length));
-}
-
-}  // namespace
 
 grpc::Status ToGrpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
   return grpc::Status(static_cast<grpc::StatusCode>(status.code()),
-                      CutText(status.message(), kControlMetadataBytesMax / 4));
+                      std::string(CutText(ToStd(status.message()), kControlMetadataBytesMax / 4)));
 }
 
 absl::Status FromGrpc(const grpc::Status& status) {

@@ -20,6 +20,7 @@
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
+#include "proto/cut_text.h"
 
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77
@@ -48,7 +49,8 @@ std::string TextIn(const char (&text)[kSize]) {
 }
 template <size_t kSize>
 void CopyText(std::string_view text, char (&target)[kSize]) {
-  std::memcpy(target, text.data(), std::min(text.size(), kSize - 1));
+  const std::string_view cut = CutText(text, kSize - 1);
+  std::memcpy(target, cut.data(), cut.size());
 }
 
 absl::StatusOr<sockaddr_un> AddressOf(const std::string& path) {

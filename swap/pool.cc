@@ -92,8 +92,9 @@ absl::Status ProbeDirectIo(int file, const std::string& where) {
       return MakeError(ErrorId::kPoolFull, absl::StrCat(where, ": ", status.message()),
                        "Raise the limit of the size of files (ulimit -f)");
     }
-    const bool full = absl::IsResourceExhausted(status);
-    return refuse(full ? ErrorId::kPoolFull : ErrorId::kPoolNoDirectIo, status);
+    // A store that is there goes on; who needs room is told how much.
+    if (absl::IsResourceExhausted(status)) return absl::OkStatus();
+    return refuse(ErrorId::kPoolNoDirectIo, status);
   }
   if (const absl::Status status = PreadFully(file, 0, got.span()); !status.ok())
     return refuse(ErrorId::kPoolNoDirectIo, status);

@@ -1,11 +1,16 @@
 // What the daemon answers to ranks that call it without right, out of order, beyond its limits, or
 // that leave in the middle of a call.
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <chrono>
+#include <csignal>
+#include <filesystem>
 #include <functional>
 #include <future>
 #include <string>
@@ -22,6 +27,25 @@
 #include "tests/in_process_daemon.h"
 #include "tests/rank_calls.h"
 #include "tests/raw_rank.h"
+
+namespace {
+
+std::atomic<bool> daemon_ends_behind_a_rename{false};
+
+}  // namespace
+
+// That of the C library, behind which the daemon of this process may be told to end.
+extern "C" int renameat2(int from, const char* old_name, int to, const char* new_name,
+                         unsigned flags) noexcept {
+  using Function = int(int, const char*, int, const char*, unsigned);
+  static auto* const next = reinterpret_cast<Function*>(dlsym(RTLD_NEXT, "renameat2"));
+  const int result = next(from, old_name, to, new_name, flags);
+  if (daemon_ends_behind_a_rename.exchange(false)) {
+    kill(getpid(), SIGTERM);
+    usleep(300'000);  // until its jobs know
+  }
+  return result;
+}
 
 namespace offload::tests {
 namespace {
@@ -427,6 +451,24 @@ TEST_F(BorderTest, ARankThatCannotBeAnsweredHasNoJob) {
     ExpectError(rank.OpenJob("job", pool_), ErrorId::kSharedMemory, call);
   }
   EXPECT_TRUE(rank.OpenJob("job", pool_).ok());
+}
+
+// What is written over is not what somebody has removed by hand.
+TEST_F(BorderTest, AJobThatEndsBehindItsNewLayoutLeavesNothingOfTheOldOne) {
+  {
+    RawRank rank = Published();
+    ASSERT_TRUE(Ask(rank, CloseJob).ok());
+  }
+  RawRank rank = Opened();
+  ASSERT_TRUE(rank.Map().ok());
+  daemon_ends_behind_a_rename = true;
+  ExpectError(rank.Seal(/*trainable=*/true), ErrorId::kDaemonLost, "SIGTERM");
+  ASSERT_FALSE(daemon_ends_behind_a_rename.exchange(false));
+  WaitForDaemon();
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(pool_))
+    names.push_back(entry.path().filename());
+  EXPECT_EQ(names, std::vector<std::string>{"job.offload"});
 }
 
 // ---- Tools -------------------------------------------------------------------------------------

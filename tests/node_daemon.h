@@ -62,6 +62,7 @@ class NodeDaemon {
   NodeDaemon(const NodeDaemon&) = delete;
   NodeDaemon& operator=(const NodeDaemon&) = delete;
 
+  std::string socket_path() const { return directory_ + "/offloadd.sock"; }
   void Signal() const { kill(pid_, SIGTERM); }
   // Sends SIGTERM and waits for the end: the exit status, or -1 for a signal.
   int Terminate() {
@@ -73,8 +74,6 @@ class NodeDaemon {
   }
 
  private:
-  std::string socket_path() const { return directory_ + "/offloadd.sock"; }
-
   std::string directory_;
   pid_t pid_ = -1;
   std::unique_ptr<ScopedVariable> socket_;

@@ -6,7 +6,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "proto/grpc_status.h"
 #include "tests/node_daemon.h"
+#include "tests/rank_calls.h"
+#include "tests/raw_rank.h"
 #include "tests/spine_fixture.h"
 
 namespace offload {
@@ -86,6 +89,32 @@ TEST_F(NodeDaemonTest, WhileItDrainsItRefusesRanksAndASecondSignalEndsItAtOnce) 
   while (status.ok()) status = client::Session::Connect({.allow_private = false}).status();
   EXPECT_EQ(ErrorIdOf(status), ErrorId::kDaemonLost) << status;
   EXPECT_NE(status.message().find("shutting down"), absl::string_view::npos) << status;
+  EXPECT_EQ(node.Terminate(), 1);
+  job.Leave();
+}
+
+// Its session ends before those that have something to bring to an end, and its token with it.
+TEST_F(NodeDaemonTest, WhoAsksWhileItDrainsIsToldThatItEnds) {
+  NodeDaemon node;
+  Job job(pool_, "job", {.dtype = Dtype::kFloat32});
+  job.UseNodeDaemon();
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  ASSERT_TRUE(job.session().Acquire(0).ok());  // used for ever, so that the step cannot end
+  job.Step();
+  auto rank = tests::RawRank::Greet(node.socket_path());
+  ASSERT_TRUE(rank.ok()) << rank.status();
+  node.Signal();
+  while (rank->IsAlive()) usleep(1000);
+  for (int i = 0; i < 50; ++i) {
+    for (const auto call : {tests::WaitDurable, tests::CloseJob}) {
+      grpc::ClientContext context;
+      proto::AddToken(context, rank->token());
+      const absl::Status status = call(rank->stub(), context);
+      ASSERT_EQ(ErrorIdOf(status), ErrorId::kDaemonLost) << status;
+      ASSERT_NE(status.message().find("SIGTERM"), absl::string_view::npos) << status;
+    }
+    usleep(1000);
+  }
   EXPECT_EQ(node.Terminate(), 1);
   job.Leave();
 }

@@ -50,7 +50,7 @@ absl::Status RawRank::Map() {
   return proto::ConfirmMapped(socket());
 }
 
-absl::Status RawRank::Seal() {
+absl::Status RawRank::Seal(bool trainable) {
   {
     grpc::ClientContext context;
     proto::AddToken(context, token());
@@ -60,6 +60,7 @@ absl::Status RawRank::Seal() {
     v1::Tensor* tensor = request.add_tensors();
     tensor->set_name("weight");
     tensor->add_shape(kElements);
+    tensor->set_trainable(trainable);
     writer->Write(request);
     writer->WritesDone();
     OFFLOAD_RETURN_IF_ERROR(proto::FromGrpc(writer->Finish()));
@@ -71,12 +72,13 @@ absl::Status RawRank::Seal() {
   *request.mutable_optimizer() = PlainSgd();
   request.set_window_bytes(proto::PaddedBytes(kElements * 4) + (1 << 20));
   request.set_pipeline_blocks(1);
-  request.set_region_bytes(allocated_region_bytes());
+  const uint64_t gradient_offset = allocated_region_bytes();
+  request.set_region_bytes(gradient_offset + (trainable ? proto::PaddedBytes(kElements * 4) : 0));
   request.set_pins_offset(kPinsOffset);
   request.add_weight_resident(false);
   request.add_state_resident(0);
-  request.add_gradient_home(0);
-  request.add_gradient_offset(0);
+  request.add_gradient_home(trainable ? 1 : 0);
+  request.add_gradient_offset(trainable ? gradient_offset : 0);
   stream->Write(request);
   stream->WritesDone();
   v1::SealProgress progress;

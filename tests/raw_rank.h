@@ -34,7 +34,7 @@ class RawRank {
   // Maps them and says so.
   absl::Status Map();
   // Declares the tensor and seals.
-  absl::Status Seal();
+  absl::Status Seal(bool trainable = false);
   // All of it.
   static absl::StatusOr<RawRank> Open(const std::string& socket_path, const std::string& job,
                                       const std::string& pool);

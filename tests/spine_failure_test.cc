@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "tests/node_daemon.h"
 #include "tests/spine_fixture.h"
@@ -39,6 +40,16 @@ class FailingDrive {
   }
   bool mounted() const { return mounted_; }
   std::string path() const { return folder_ + "/mount"; }
+  // To the last block.
+  void FillUp() const {
+    const int file = open((path() + "/filling").c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+    const std::vector<char> bytes(1 << 20, 'x');
+    for (size_t size = bytes.size(); size >= 512; size /= 2) {
+      while (write(file, bytes.data(), size) > 0) continue;
+    }
+    fsync(file);
+    close(file);
+  }
   // From now on every write, flush and read is EIO. False when the kernel cannot.
   bool Fail() const {
     constexpr unsigned long kShutdown = _IOR('X', 125, uint32_t);
@@ -78,6 +89,26 @@ TEST_F(SpineFailureTest, ADriveThatFailsIsToldAtTheNextStepAndNothingIsAcknowled
   EXPECT_EQ(ErrorIdOf(job.session().Step(command)), ErrorIdOf(status)) << "and stays so";
   EXPECT_EQ(kill(job.session().daemon_pid(), 0), 0) << "the daemon lives";
   job.Leave();
+}
+
+// All that it writes has its place already.
+TEST_F(SpineFailureTest, AJobGoesOnOnADriveThatIsFull) {
+  const FailingDrive drive(pool_);
+  if (!drive.mounted()) GTEST_SKIP() << "a loop file system cannot be mounted (needs root)";
+  Job job(drive.path(), "job", {.dtype = Dtype::kFloat32});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  job.Step();
+  job.Close();
+  drive.FillUp();
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_EQ(job.info().step, 1u);
+  job.Step();
+  ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  job.Close();
+  Job other(drive.path(), "other", {.dtype = Dtype::kFloat32});
+  const absl::Status status = other.TryOpen();
+  EXPECT_EQ(ErrorIdOf(status), ErrorId::kPoolFull) << status;
+  EXPECT_NE(status.message().find("needs"), absl::string_view::npos) << status;
 }
 
 // By rm, not by offloadctl rm.
@@ -177,6 +208,23 @@ TEST_F(SpineFailureTest, AcquireWithoutRoomFailsInsteadOfWaitingForEver) {
   job.session().Release(0);
   ASSERT_NO_FATAL_FAILURE(job.Forward());
   ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  job.Close();
+}
+
+// What is read back for its own sake makes no room: each of its reads counted as if it might.
+TEST_F(SpineFailureTest, AcquireWithoutRoomFailsWhileTheStoreIsReadBack) {
+  const ScopedVariable timeout("OFFLOADD_ROOM_TIMEOUT", "1.3");
+  const ScopedVariable scrub("OFFLOADD_SCRUB", "1e6");  // of 6 MB, up to 1 MB at a time
+  Job job(pool_, "job", {.dtype = Dtype::kFloat32});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  job.Step();
+  ASSERT_TRUE(job.session().WaitDurable().ok());
+  ASSERT_TRUE(job.session().Acquire(0).ok());
+  const double begin = Clock::Real().NowSeconds();
+  const absl::Status status = job.session().Acquire(2).status();
+  EXPECT_EQ(ErrorIdOf(status), ErrorId::kWindowExhausted) << status;
+  EXPECT_LT(Clock::Real().NowSeconds() - begin, 4);
+  job.session().Release(0);
   job.Close();
 }
 
