@@ -146,6 +146,7 @@ class Reassigned:
                            "persistent=False: what it holds is not part of the job, nor of a state_dict(), and a run that is resumed begins without it. "
                            "Register it without that, if the training depends on it")
             seen[:] = weakref.ref(buffer), buffer._version
+        self._not_kept = [each for each in self._not_kept if (place := each[0]()) is not None and (class_of(place), each[1]) not in self._told]
 
     def take_alike(self, engine):
         """Buffers that others like them have replaced."""

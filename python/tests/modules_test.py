@@ -1440,22 +1440,26 @@ def buffers_that_are_made_later_are_told_of(run):
 class Queue(torch.nn.Linear):
     """What it was called with before is in no state_dict(); a table that its first pass fills is not either."""
 
-    def __init__(self):
+    def __init__(self, is_assigned):
         super().__init__(8, 8)
         self.register_buffer("queue", torch.zeros(8), persistent=False)
         self.register_buffer("table", torch.empty(0), persistent=False)
+        self.is_assigned = is_assigned
 
     def forward(self, x):
         if self.table.numel() == 0:
             self.table = torch.arange(8.0)
         y = super().forward(x) - self.queue + self.table
-        self.queue.lerp_(y.detach().mean(0), 0.1)
+        if self.is_assigned:  # twice: a step finds another tensor where the one of the step before was
+            self.queue = self.queue.clone()
+            self.queue = self.queue.lerp(y.detach().mean(0), 0.1)
+        else:
+            self.queue.lerp_(y.detach().mean(0), 0.1)
         return y
 
 
-@case(types=("fp32",), memory=("floor",))
-def buffers_that_are_not_persistent_and_change_are_told_of(run):
-    model = run.make(Queue)
+def buffers_that_are_not_persistent_and_change_are_told_of(run, is_assigned):
+    model = run.make(lambda: Queue(is_assigned))
     optimizer = AdamW(model.parameters(), 1e-2, fused=True)
     run.attach(model, optimizer)
     with Lines() as lines:
@@ -1463,6 +1467,16 @@ def buffers_that_are_not_persistent_and_change_are_told_of(run):
     if run.offloaded:
         assert [line.split()[2] for line in lines if "persistent=False" in line] == ["queue"], lines
     return told, model.queue
+
+
+@case(types=("fp32",), memory=("floor",))
+def buffers_that_are_not_persistent_and_change_are_told_of_once(run):
+    return buffers_that_are_not_persistent_and_change_are_told_of(run, is_assigned=False)
+
+
+@case(types=("fp32",), memory=("floor",))
+def buffers_that_are_not_persistent_and_assigned_anew_are_told_of_once(run):
+    return buffers_that_are_not_persistent_and_change_are_told_of(run, is_assigned=True)
 
 
 @case(types=("fp32",), memory=("floor",))
