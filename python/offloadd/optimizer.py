@@ -19,6 +19,9 @@ from .optimizer_state import StateOfAll, refuse_write
 from .recipes import is_narrow, number, parameters_of, refuse
 
 
+_OURS = ("_offload", "_masters", "_former_steps")  # attributes of an instance
+
+
 def loss_of(closure):
     """What the closure of a step() gives, which computes gradients; None without one."""
     if closure is None:
@@ -35,8 +38,13 @@ class CopiedAsItWas:
         """`type(optimizer)(parameters, …)` is another one of the class that it had."""
         return cls._class_of_copies(*args, **kwargs) if "_class_of_copies" in vars(cls) else super().__new__(cls)
 
+    def __init_subclass__(cls, **kwargs):
+        """Classes of the script's that look at their subclasses (registries) hear of none of ours."""
+
     def __getstate__(self):
-        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
+        """A class of the script's may give more than torch's."""
+        own = super().__getstate__()
+        return {**{name: value for name, value in own.items() if not name.startswith(_OURS)}, "state": self.state}
 
     def __reduce_ex__(self, protocol):
         if any(map(is_narrow, parameters_of(self))):

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import logging
+import sys
 import weakref
 
 import torch
@@ -104,7 +105,7 @@ class Part:
         optimizer, had_masters = self.optimizer, bool(self._masters)
         self._count_empty(optimizer.state)
         self._note_begun(optimizer.state)
-        former = _references_to(optimizer.state)
+        former, dictionary = _references_to(optimizer.state), optimizer.__dict__.get("state")
         optimizer.__dict__.pop("_masters", None)
         self._masters = {}
         swap_class(optimizer, offloaded_class(getattr(type(optimizer), "_class_of_copies", type(optimizer))))
@@ -118,6 +119,9 @@ class Part:
         for group in optimizer.param_groups:
             self._planes(group)
         self._adopt_former(former, had_masters)
+        if dictionary is not None and sys.getrefcount(dictionary) > 2:  # this one, and that of the question
+            _log.warning("offloadd: somebody has the dictionary that the optimizer's state was before attach() (a wrapper around it, made before): it is "
+                         "not filled any more. Attach before wrapping, or look at optimizer.state")
 
     def release(self):
         optimizer = self.optimizer

@@ -121,13 +121,13 @@ def state_from_before_attach_that_cannot_follow_is_told_of(run):
     optimizer = fused(model.parameters())
     run.train(model, optimizer, steps=1)
     moment = optimizer.state[model.head.weight]["exp_avg"]
-    kept = moment if run.dtype == torch.bfloat16 else moment.numpy()
+    kept, dictionary = moment if run.dtype == torch.bfloat16 else moment.numpy(), optimizer.state
     del moment
     with Lines() as lines:
         run.attach(model, optimizer)
-    said = [line for line in lines if "from before attach() keeps the values of then" in line]
-    assert len(said) == (1 if run.offloaded else 0), lines
-    del kept
+    for text in ("from before attach() keeps the values of then", "the dictionary that the optimizer's state was"):
+        assert len([line for line in lines if text in line]) == (1 if run.offloaded else 0), lines
+    del kept, dictionary
 
 
 @case(refused=1604, **REFUSED)

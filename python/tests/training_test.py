@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import pickle
 import sys
 
 import numpy
@@ -274,6 +275,11 @@ class KeepsZeros(AdamW):
 
 
 class TakesNothing(SGD):
+    known = []
+
+    def __init_subclass__(cls, kind):
+        cls.known.append(kind)
+
     def zero_grad(self):
         super().zero_grad()
 
@@ -281,10 +287,15 @@ class TakesNothing(SGD):
         super().add_param_group({**param_group, "note": note})
 
 
+class Registered(TakesNothing, kind="registered"):
+    def __getstate__(self):
+        return {**super().__getstate__(), "own": 3}
+
+
 @case(types=("fp32",))
 def subclasses_whose_methods_have_other_arguments(run):
     told = []
-    for make in (lambda p: KeepsZeros(p, 1e-2, weight_decay=0.5), lambda p: TakesNothing(p, 0.1, momentum=0.9)):
+    for make in (lambda p: KeepsZeros(p, 1e-2, weight_decay=0.5), lambda p: Registered(p, 0.1, momentum=0.9)):
         model = run.model()
         optimizer = make(model.blocks.parameters())
         run.attach(model, optimizer)
@@ -299,6 +310,8 @@ def subclasses_whose_methods_have_other_arguments(run):
         if isinstance(optimizer, KeepsZeros):
             optimizer.load_state_dict(optimizer.state_dict("given"), note="taken")
             told.append(optimizer.note)
+        else:
+            told.append((copy.deepcopy(optimizer).own, pickle.loads(pickle.dumps(optimizer)).own, list(TakesNothing.known)))
         told.append([group.get("note") for group in optimizer.param_groups])
     return told
 
