@@ -1479,6 +1479,30 @@ def buffers_that_are_not_persistent_and_assigned_anew_are_told_of_once(run):
     return buffers_that_are_not_persistent_and_change_are_told_of(run, is_assigned=True)
 
 
+class Spectrum(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_buffer("table", torch.ones(8, dtype=torch.complex64))
+        self.register_buffer("spectrum", torch.zeros(5, dtype=torch.complex64))
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.spectrum.mul_(0.9).add_(torch.fft.rfft(y.detach()).mean(0), alpha=0.1)
+        return y + torch.fft.irfft(self.spectrum, 8) * self.table.real
+
+
+@case(types=("fp32",), memory=("floor",))
+def buffers_of_types_that_the_job_does_not_have_are_told_of(run):
+    model = run.make(Spectrum)
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    with Lines() as lines:
+        told = run.steps(optimizer, lambda step: model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean(), steps=4)
+    if run.offloaded:
+        assert [line.split()[2] for line in lines if "and is torch.complex64" in line] == ["spectrum"], lines
+    return told, torch.view_as_real(model.spectrum)
+
+
 @case(types=("fp32",), memory=("floor",))
 def masks_of_pruning_are_told_of_in_one_line(run):
     """A module has one each."""
