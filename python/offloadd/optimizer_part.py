@@ -511,8 +511,8 @@ class Part:
         self.settle()
         states = dict(self._states_in(state_dict))
         if any(is_of_another(value, self._state) for state in states.values() for value in state.values()):
-            refuse("load_state_dict() of what another attached optimizer's state_dict() gives: torch's would both go on with the same tensors",
-                   "Give it copies, copy.deepcopy(optimizer.state_dict())")
+            refuse("load_state_dict() of tensors that another attached optimizer goes on with (its state_dict(), or what it has loaded): torch's would both do",
+                   "Give it copies, optimizer.load_state_dict(copy.deepcopy(state_dict))")
         replaces = self._replaces(state_dict)
         had = list(map(self._planes, self.optimizer.param_groups))
         self.is_loading = True
