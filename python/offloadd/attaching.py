@@ -10,7 +10,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import anew, followers, in_memory, jobs, lightning_position, lightning_ranks, pickled, safetensors_files, served
+from . import anew, followers, given, in_memory, jobs, lightning_position, lightning_ranks, pickled, safetensors_files, served
 from .attachable import without_prepare, without_wrapper
 from .beginning import Beginning, has_begun
 from .errors import Error
@@ -140,11 +140,11 @@ def _check_is_of(opened, options):
 def _as_opened(opened, options):
     """Those of attach() behind an init(), whose engine has its own already."""
     _check_is_of(opened, options)
-    given = {"device": opened.get("device") or os.environ.get("OFFLOADD_DEVICE"),
-             "gpu_ram": opened.get("gpu_ram") or os.environ.get("OFFLOADD_GPU_RAM"),
-             "raw_access": opened.get("raw_access", "serve"), "weights_at_close": opened.get("weights_at_close", "released")}
+    defaults = {"device": opened.get("device") or os.environ.get("OFFLOADD_DEVICE"),
+                "gpu_ram": opened.get("gpu_ram") or os.environ.get("OFFLOADD_GPU_RAM"),
+                "raw_access": opened.get("raw_access", "serve"), "weights_at_close": opened.get("weights_at_close", "released")}
     for key, value in options.items():
-        at_first = given.get(key, opened.get(key))
+        at_first = defaults.get(key, opened.get(key))
         if key not in OPTIONS or key in ("job", "nvme_path") or str(value) == str(at_first):
             continue
         if key not in _HOW_FAST:
@@ -215,6 +215,14 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
         options = lightning_ranks.options_in(models, options)
     if reduces_gradients({**(jobs.constructed.options if jobs.constructed is not None else {}), **options}):
         models = [without_wrapper(each) for each in models]
+    masters = [given.give_back(each) for each in optimizers]
+    handle = _handle_of(models, optimizers, options, unfreeze, initial_weights, beside, is_only_read)
+    if handle.step == 0:
+        given.give_masters(optimizers, masters)
+    return handle
+
+
+def _handle_of(models, optimizers, options, unfreeze, initial_weights, beside, is_only_read):
     if is_disabled():
         return in_memory.Handle(models, optimizers, options, initial_weights)
     if jobs.constructed is not None:

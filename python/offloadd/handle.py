@@ -215,7 +215,6 @@ class Handle(Grows, jobs.OfProcess):
         kept = part.kept_in_memory()
         if kept[0]:
             self._engine.begin_with(*kept)
-            part.note_given()
 
     # ---- An optimizer of the daemon's that goes on in this process ----
 

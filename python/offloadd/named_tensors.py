@@ -99,7 +99,8 @@ class Reassigned:
         self._there = [(weakref.ref(module), len(module._buffers), {key for key, buffer in module._buffers.items() if buffer is not None})
                        for module in {**own, **others}.values() if not isinstance(module, torch.jit.ScriptModule)]
         self._not_kept = [(weakref.ref(module), key, []) for module in {**own, **others}.values() if not isinstance(module, torch.jit.ScriptModule)
-                          for key in sorted(module._non_persistent_buffers_set)]
+                          for key, buffer in sorted(module._buffers.items())
+                          if key in module._non_persistent_buffers_set or (buffer is not None and buffer.dtype not in _BUFFER_TYPES)]
 
     @staticmethod
     def _at(place, kind, key):
@@ -135,17 +136,21 @@ class Reassigned:
                          "begins without it. Give it a value before attach()", key, name + (f", and of {count - 1} more," if count > 1 else ""))
 
     def _tell_of_not_kept(self):
-        """Once, of buffers that are in no state_dict(), and that training changes (a queue): not of those that the first step has filled (tables)."""
+        """Once, of buffers that are in no state_dict(), or of types that the job does not have, and that training changes (a queue): not of those that the
+        first step has filled (tables)."""
         for place, key, seen in self._not_kept:
             module = place()
             buffer = module._buffers.get(key) if module is not None else None
             if buffer is None or buffer.is_inference():
                 continue
             if seen and (seen[0]() is not buffer or seen[1] != buffer._version):
-                self._tell((class_of(module), key), f"buffer {key} of {class_of(module)} changes while it is trained, and is registered with "
-                           "persistent=False: what it holds is not part of the job, nor of a state_dict(), and a run that is resumed begins without it. "
-                           "Register it without that, if the training depends on it")
+                is_left_out = key in module._non_persistent_buffers_set
+                why, whose, way = ("is registered with persistent=False", ", nor of a state_dict()", "Register it without that") if is_left_out else \
+                    (f"is {buffer.dtype}", "", "Keep it in another type, complex numbers as torch.view_as_real(), or save and load it")
+                self._tell((class_of(module), key), f"buffer {key} of {class_of(module)} changes while it is trained, and {why}: what it holds is not part of "
+                           f"the job{whose}, and a run that is resumed begins without it. {way}, if the training depends on it")
             seen[:] = weakref.ref(buffer), buffer._version
+        self._not_kept = [each for each in self._not_kept if (place := each[0]()) is not None and (class_of(place), each[1]) not in self._told]
 
     def take_alike(self, engine):
         """Buffers that others like them have replaced."""

@@ -19,6 +19,9 @@ from .optimizer_state import StateOfAll, refuse_write
 from .recipes import is_narrow, number, parameters_of, refuse
 
 
+_OURS = ("_offload", "_masters", "_former_steps")  # attributes of an instance
+
+
 def loss_of(closure):
     """What the closure of a step() gives, which computes gradients; None without one."""
     if closure is None:
@@ -35,8 +38,13 @@ class CopiedAsItWas:
         """`type(optimizer)(parameters, …)` is another one of the class that it had."""
         return cls._class_of_copies(*args, **kwargs) if "_class_of_copies" in vars(cls) else super().__new__(cls)
 
+    def __init_subclass__(cls, **kwargs):
+        """Classes of the script's that look at their subclasses (registries) hear of none of ours."""
+
     def __getstate__(self):
-        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
+        """A class of the script's may give more than torch's."""
+        own = super().__getstate__()
+        return {**{name: value for name, value in own.items() if not name.startswith(_OURS)}, "state": self.state}
 
     def __reduce_ex__(self, protocol):
         if any(map(is_narrow, parameters_of(self))):
@@ -61,12 +69,14 @@ class _Offloaded(CopiedAsItWas):
         self._opt_called = True  # what torch's schedulers look for
         return loss
 
-    def zero_grad(self, set_to_none=True):
-        super().zero_grad(set_to_none)
+    # A class of the script's may have other arguments, and other defaults of them, than torch's.
+
+    def zero_grad(self, *args, **kwargs):
+        super().zero_grad(*args, **kwargs)
         self._offload_part.foresee()
 
-    def add_param_group(self, group):
-        super().add_param_group(group)
+    def add_param_group(self, *args, **kwargs):
+        super().add_param_group(*args, **kwargs)
         try:
             self._offload_part.check_groups()
             self._offload_part.take_early()
@@ -74,12 +84,13 @@ class _Offloaded(CopiedAsItWas):
             self.param_groups.pop()
             raise
 
-    def state_dict(self):
+    def state_dict(self, *args, **kwargs):
         own = super().state_dict
-        return state_hooks.give(self, lambda: self._offload_part.state_dict(own()))
+        return state_hooks.give(self, lambda: self._offload_part.state_dict(own(*args, **kwargs)))
 
-    def load_state_dict(self, state_dict):
-        state_hooks.take(self, state_dict, functools.partial(self._offload_part.load, super().load_state_dict))
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        own = super().load_state_dict
+        state_hooks.take(self, state_dict, functools.partial(self._offload_part.load, lambda groups: own(groups, *args, **kwargs)))
 
     def __setstate__(self, state):
         super().__setstate__({key: value for key, value in state.items() if key != "state"})

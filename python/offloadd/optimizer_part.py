@@ -2,6 +2,9 @@
 
 import collections
 import itertools
+import logging
+import sys
+import weakref
 
 import torch
 from torch.optim.optimizer import _get_scalar_dtype
@@ -12,6 +15,8 @@ from .optimizer import forget_former_steps, offloaded_class, refuse_unless_kept,
 from .optimizer_state import STEP, ParameterState, StateOfAll, is_of_another, refuse_write
 from .recipes import check_arithmetic, is_narrow, is_table, number, parameters_of, refuse
 
+
+_log = logging.getLogger("offloadd")
 
 UNKNOWN = float("nan")  # Part.unscale between two steps of the engine that scales the loss
 
@@ -58,6 +63,18 @@ def _is_same(value, other):
     return value.dtype == other.dtype and torch.equal(value.cpu(), other.cpu())
 
 
+def _references_to(states):
+    """(parameter, key, tensor, its storage) of what an optimizer keeps, which nothing here keeps alive."""
+    return [(parameter, key, weakref.ref(value), weakref.ref(value.untyped_storage())) for parameter, state in states.items() if isinstance(state, dict)
+            for key, value in state.items() if isinstance(value, torch.Tensor) and value.layout == torch.strided]
+
+
+def _goes_on_with(parameter, key, value):
+    """Whether torch keeps a tensor as it is when it loads it."""
+    kind = torch.float32 if is_narrow(parameter) else parameter.dtype
+    return isinstance(value, torch.Tensor) and (key == STEP or (value.dtype, value.device) == (kind, parameter.device))
+
+
 class Part:
     """One optimizer of a job: reads its groups, says them to the engine, shows its state."""
 
@@ -85,9 +102,10 @@ class Part:
 
     def swap(self):
         """From now on the instance is ours."""
-        optimizer = self.optimizer
+        optimizer, had_masters = self.optimizer, bool(self._masters)
         self._count_empty(optimizer.state)
         self._note_begun(optimizer.state)
+        former, dictionary = _references_to(optimizer.state), optimizer.__dict__.get("state")
         optimizer.__dict__.pop("_masters", None)
         self._masters = {}
         swap_class(optimizer, offloaded_class(getattr(type(optimizer), "_class_of_copies", type(optimizer))))
@@ -100,6 +118,10 @@ class Part:
         self._note_groups()
         for group in optimizer.param_groups:
             self._planes(group)
+        self._adopt_former(former, had_masters)
+        if dictionary is not None and sys.getrefcount(dictionary) > 2:  # this one, and that of the question
+            _log.warning("offloadd: somebody has the dictionary that the optimizer's state was before attach() (a wrapper around it, made before): it is "
+                         "not filled any more. Attach before wrapping, or look at optimizer.state")
 
     def release(self):
         optimizer = self.optimizer
@@ -373,6 +395,9 @@ class Part:
         places = {each: place for place, each in enumerate(self._begun)}
         return sorted(kept, key=lambda each: places[id(each[0])])
 
+    def _keys_by_id(self):
+        return {id(parameter): keys for parameter, keys in self.keys_of_all()}
+
     def _note_begun(self, states):
         """Of `states` that a new job begins with; in one that goes on those with most updates were first."""
         if self.handle.step == 0:
@@ -463,18 +488,31 @@ class Part:
 
         return self._as_columns(row for row in self._rows(state_of) if row[1] or row[2])
 
-    def note_given(self):
-        """Of what kept_in_memory() has: a state_dict() of before attach() has the same tensors, with which torch would go on."""
-        self._state.note_given({parameter: state for parameter, state in self.optimizer.state.items() if isinstance(state, dict)})
+    def _adopt_former(self, former, had_masters):
+        """What somebody still has of the state from before attach(), _references_to(), shows the job's. 16-bit weights have had none in fp32, but with
+        masters."""
+        keys, rows, others = self._keys_by_id(), [], []
+        for parameter, key, value, storage in former:
+            value, has_none = value(), is_narrow(parameter) and not had_masters
+            if storage() is None or key not in keys.get(id(parameter), ()) or (has_none and (value is None or not is_narrow(value))):
+                continue
+            if value is None or has_none:
+                others.append((parameter, key))
+            else:
+                rows.append((parameter, key, value))
+        others += [each[:2] for each in self._state.adopt(rows, has_values=self.handle.step == 0)]
+        if others:
+            parameter, key = others[0]
+            _log.warning("offloadd: what the program has of the optimizer's state from before attach() keeps the values of then: %s of a parameter of shape "
+                         "%s%s. Look at optimizer.state anew", key, list(parameter.shape), f", and {len(others) - 1} more" if len(others) > 1 else "")
 
     def load(self, load_groups, state_dict):
         """load_state_dict(): groups and state are those of the dictionary. The state is durable with the next step()."""
         self.settle()
         states = dict(self._states_in(state_dict))
         if any(is_of_another(value, self._state) for state in states.values() for value in state.values()):
-            refuse("load_state_dict() of what another attached optimizer's state_dict() gives: torch's would both go on with the same tensors",
-                   "Give it copies, copy.deepcopy(optimizer.state_dict())")
-        self._state.refresh_given(states)
+            refuse("load_state_dict() of tensors that another attached optimizer goes on with (its state_dict(), or what it has loaded): torch's would both do",
+                   "Give it copies, optimizer.load_state_dict(copy.deepcopy(state_dict))")
         replaces = self._replaces(state_dict)
         had = list(map(self._planes, self.optimizer.param_groups))
         self.is_loading = True
@@ -490,7 +528,9 @@ class Part:
             self._state.replaced(states)  # by equal ones: what somebody has of the former ones follows no more
         self._begun = dict.fromkeys(id(parameter) for parameter, state in states.items() if state)
         self._replacements += 1
-        self._state.note_given(states)
+        keys = self._keys_by_id()
+        self._state.adopt((parameter, key, value) for parameter, state in states.items() for key, value in state.items()
+                          if key in keys.get(id(parameter), ()) and _goes_on_with(parameter, key, value))
 
     def replace(self, states):
         """The state is torch's of `states`, by parameter; of others there is none. Durable with the next step()."""

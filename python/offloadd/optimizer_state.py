@@ -4,6 +4,7 @@ writes into them, puts in their place or removes is the state that the next step
 import collections
 import collections.abc
 import copy
+import functools
 import mmap
 import sys
 import weakref
@@ -123,24 +124,36 @@ def _shown(result):
     return result
 
 
+def _can_show(value):
+    """Whether an ordinary tensor, or what was shown once, may be shown. Where torch functions are those of torch.Tensor."""
+    if value.requires_grad or value.is_inference() or value._is_view() or value.layout != torch.strided:
+        return False
+    return type(value) is torch.Tensor or (isinstance(value, ShownState) and not value._place.is_of_open())
+
+
 def is_of_another(value, state):
     """Whether a value is shown of an open job, and not of this StateOfAll."""
     if not isinstance(value, ShownState):
         return False
     with torch._C.DisableTorchFunctionSubclass():
-        theirs = _whole(value)._place.state()
-    return theirs is not None and theirs is not state and theirs.is_open()
+        place = _whole(value)._place
+    return place.is_of_open() and place.state() is not state
 
 
 class _Place:
     """Where the job has what a ShownState shows, and when it was looked at."""
 
-    def __init__(self, state, parameter, key, is_late=False):
+    def __init__(self, state, parameter, key, is_late=False, has_values=True):
+        """`has_values`: of one that is not late, whether what it shows is the job's."""
         self._state, self.parameter, self.key = weakref.ref(state), parameter, key
-        self._age = None if is_late else state.age()
+        self._age = None if is_late else state.age() if has_values else ()
 
     def state(self):
         return self._state()
+
+    def is_of_open(self):
+        state = self._state()
+        return state is not None and state.is_open()
 
     def is_late(self):
         """Whether nobody has asked for the values yet."""
@@ -151,17 +164,15 @@ class _Place:
         return self._of_open().gather(self.parameter, self.key).cpu()
 
     def _of_open(self):
-        state = self._state()
-        if state is None or not state.is_open():
+        if not self.is_of_open():
             raise Error.of(1802, f"{self.key} of a state_dict(), of which nobody had asked for the values when its job was closed: moments of more than a "
                                  "quarter of ram are gathered when they are asked for",
                            "Save it, or copy.deepcopy() it, before the job is closed")
-        return state
+        return self._state()
 
     def refresh(self, shown):
-        state = self._of_open() if self.is_late() else self._state()
-        if state is not None and state.is_open():
-            self.refresh_from(state, shown)
+        if self.is_late() or self.is_of_open():
+            self.refresh_from(self._of_open(), shown)
 
     def refresh_from(self, state, shown):
         now = state.age()
@@ -294,7 +305,6 @@ class StateOfAll(collections.defaultdict):
         super().__init__(dict)
         self._part, self._filled = part, None
         self._shown = weakref.WeakValueDictionary()  # (id of the parameter, key) -> ShownState
-        self._given = {}  # as `_shown`, references to ordinary tensors that were loaded, which torch would go on with
         self._written = {}  # id of the parameter -> (it, {key: value}), which the job does not have yet
         self._written_bytes = 0  # of these, or more
 
@@ -361,7 +371,6 @@ class StateOfAll(collections.defaultdict):
 
     def _leave(self, parameter, key):
         """What was shown goes on as an ordinary tensor."""
-        self._given.pop((id(parameter), key), None)
         shown = self._shown.pop((id(parameter), key), None)
         if shown is not None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -371,36 +380,40 @@ class StateOfAll(collections.defaultdict):
     def replaced(self, states):
         """The job is given other states, {parameter: {key: tensor}}. What is shown among them goes on to be."""
         parameters = {id(parameter): parameter for parameter in states}
-        for parameter_id, key in {*self._shown, *self._given}:
+        for parameter_id, key in list(self._shown):
             parameter = parameters.get(parameter_id)
             if parameter is not None and not self.is_shown(parameter, key, states[parameter].get(key)):
                 self._leave(parameter, key)
         for parameter_id in parameters:
             self._written.pop(parameter_id, None)
 
-    def note_given(self, states):
-        """Tensors that torch keeps as they are when it loads them: what it makes of them later is in them when they are loaded again."""
-        for parameter, state in states.items():
-            kind = parameter.dtype if parameter.element_size() > 2 else torch.float32
-            for key, value in state.items():
-                is_kept = isinstance(value, torch.Tensor) and (key == STEP or (value.dtype, value.device) == (kind, parameter.device))
-                if is_kept and not isinstance(value, ShownState):
-                    self._given[id(parameter), key] = weakref.ref(value)
+    def adopt(self, rows, has_values=True):
+        """Tensors with which torch goes on, and that the program has: (parameter, key, tensor). They show what the job has from now on, as their views do.
+        Returns the rows for which that cannot be all."""
+        seen, others = functools.cache(served.seen_storages), []
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, key, value in rows:
+                if self.is_shown(parameter, key, value):
+                    continue
+                if not _can_show(value):
+                    others.append((parameter, key, value))
+                    continue
+                storage = value.untyped_storage()
+                is_of_file = not storage.resizable() and not self._part.handle.is_state_small()  # and is not to be brought to memory
+                over = [each() for each in seen()[storage._cdata]] if served.is_shared(value) else ()
+                views = [each for each in over if type(each) is torch.Tensor and each._is_view() and each._base is value]
+                for each in (value, *views):
+                    each.__class__ = ShownState
+                value._place = _Place(self, parameter, key, is_of_file, has_values)
+                self._shown[id(parameter), key] = value
+                if torch._C._storage_Use_Count(storage._cdata) > 2 + len(views):  # the tensor's, and that of the object that asks
+                    others.append((parameter, key, value))
+        return others
 
     def goes_on_with(self, tensors):
-        """Whether torch would, with one of these: it is shown, or was given."""
-        given = {id(each()) for each in self._given.values()}
+        """Whether torch would, with one of these."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.is_open() and any(id(each) in given or isinstance(each, ShownState) and _whole(each)._place.state() is self for each in tensors)
-
-    def refresh_given(self, states):
-        """Before they are loaded."""
-        for parameter, state in states.items():
-            for key, value in state.items():
-                given = self._given.get((id(parameter), key))
-                if given is not None and given() is value:
-                    with torch.no_grad():
-                        value.copy_(self.shown(parameter, key))
+            return self.is_open() and any(isinstance(each, ShownState) and _whole(each)._place.state() is self for each in tensors)
 
     def end(self):
         """Before the job is closed: what somebody has of it stays as it is now."""

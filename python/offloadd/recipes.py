@@ -74,6 +74,7 @@ def serve(cls, kind, values):
     _SERVED[cls] = (lambda group: kind, values, False)
 
 
+_TYPES_OF_RATES = (torch.float32, torch.float64)  # that are tensors
 _COMPUTED_WITH = frozenset(("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "alpha", "lr_decay", "initial_accumulator_value"))
 
 
@@ -180,8 +181,8 @@ class Recipe:
             if name not in _COMPUTED_WITH or (self.kind in ("sgd", "rmsprop") and name in ("lr", "weight_decay")):
                 continue
             for each in value if isinstance(value, (tuple, list)) else (value,):
-                if _is_narrow_number(each) or (isinstance(each, torch.Tensor) and name != "lr"):
-                    what = "tensors" if isinstance(each, torch.Tensor) else f"a {each.dtype} of numpy"
+                if _is_narrow_number(each) or (isinstance(each, torch.Tensor) and (name != "lr" or each.dtype not in _TYPES_OF_RATES)):
+                    what = f"a tensor of {each.dtype}" if isinstance(each, torch.Tensor) else f"a {each.dtype} of numpy"
                     refuse(f"{self.name} with {name} given as {what}, which rounds what torch's loop computes with it", f"Write float({name})")
 
     def planes(self, values):

@@ -389,7 +389,7 @@ def _storages_of_parameters_alone():
             and all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(own)))}
 
 
-def _seen_storages():
+def seen_storages():
     """References to the tensors that Python has over each."""
     seen = collections.defaultdict(list)
     for each in gc.get_objects():
@@ -538,7 +538,7 @@ def settle_replaced(identities, in_process=frozenset(), *, may_leave):
     rank)."""
     keys = [key for key in _replaced if key in identities]
     of_parameters_alone = _storages_of_parameters_alone() if keys else ()
-    seen = functools.cache(_seen_storages)
+    seen = functools.cache(seen_storages)
     for key in keys:
         if _replaced[key].settle(key in in_process, may_leave, of_parameters_alone, seen):
             del _replaced[key]

@@ -25,12 +25,13 @@ import transformers
 from . import attaching, jobs, position, unfinished
 from .beginning import Beginning
 from .errors import Error
+from .given import give_back, give_masters
 from .library import is_disabled
 from .log_history import LogHistory, unpack
 from .named_tensors import names_of
 from .optimizer import has_stepped
 from .options import OPTIONS, job_of, reduces_gradients
-from .recipes import recipe_of
+from .recipes import is_narrow, recipe_of
 
 _log = logging.getLogger("offloadd")
 _MAGIC = "offloadd.TrainerCallback"
@@ -120,10 +121,13 @@ class TrainerCallback(transformers.TrainerCallback):
                 self.handle.close()
         beginning = None if is_disabled() else attaching.beginning_of(model, self.options)
         brought = self._brought_by_checkpoint(model, state, beginning is not None)
+        masters = give_back(optimizer)
         loaded = self._take_loaded(optimizer, beginning is not None)
         if not is_disabled() and recipe_of(optimizer).is_foreign:
             optimizer._offload_has_options = True  # those of the step that it goes on after
         self.handle = attaching.attach(model, optimizer, **self.options)
+        if self.handle.step == 0:
+            give_masters([optimizer], [masters])
         self.handle.has_trainer = True
         self._first_job = self._first_job or self.handle.job
         self._training, self.begins_anew, self._is_again = self._training + self.begins_anew, False, False
@@ -131,7 +135,7 @@ class TrainerCallback(transformers.TrainerCallback):
         if self.trainer() is not None and not is_disabled():
             unfinished.remember_norms(self.trainer(), self)
         if state.global_step > 0 == self.handle.step and not is_disabled():
-            _log.warning("offloadd: job %s begins with the checkpoint of step %d%s", self.handle.job, state.global_step, _what_is_rounded(model))
+            _log.warning("offloadd: job %s begins with the checkpoint of step %d%s", self.handle.job, state.global_step, _what_is_rounded(model, masters))
         try:
             if beginning is not None:
                 self._begin_with(beginning, state, optimizer, loaded)
@@ -330,10 +334,11 @@ def _is_stepped_by_evaluation(scheduler):
     return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
 
 
-def _what_is_rounded(model):
-    """A checkpoint of bf16 or fp16 weights has no masters, and Trainer's optimizer loads moments in the type of their weights."""
-    is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) and p.requires_grad for p in model.parameters())
-    return ": its 16-bit weights are the masters now, and its moments are rounded as they are" if is_narrow else ""
+def _what_is_rounded(model, masters=()):
+    """A checkpoint of bf16 or fp16 weights may have no masters; Trainer's optimizer loads its moments in the type of their weights then."""
+    has = {id(parameter) for parameter, _ in masters}
+    is_rounded = any(is_narrow(p) and p.requires_grad and id(p) not in has for p in model.parameters())
+    return ": its 16-bit weights are the masters now, and its moments are rounded as they are" if is_rounded else ""
 
 
 def callback_of(trainer):

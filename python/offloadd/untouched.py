@@ -146,7 +146,6 @@ class Watch:
         self._waiting = {}  # classes of optimizers, by their ids, while only modules that share parameters with an open job were called
         self._attaches_itself = False  # the script
         self._loaded = weakref.WeakSet()  # optimizers whose load_state_dict() was called
-        self._given = given.Given()
         self._given_weights = weakref.WeakSet()  # modules
 
     def begin(self):
@@ -183,7 +182,6 @@ class Watch:
         self._tell_of_late(optimizer)
         self._order.append(weakref.ref(optimizer))
         self._within.clear()
-        optimizer.register_load_state_dict_pre_hook(self._given.note)
         optimizer.register_load_state_dict_post_hook(self._note_loaded)
         if served_class_of(type(optimizer)) is not None:
             _run_closure_first(type(optimizer))
@@ -279,7 +277,7 @@ class Watch:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             options, called = {"gradients": "reduced_by_trainer", **options}, module.module
         beside = _modules_beside(module, chosen)
-        masters = [self._given.give_back(each) for each in chosen]
+        masters = [given.give_back(each) for each in chosen]
         loaded = Loaded.before(module, chosen, options, any(each in self._loaded for each in chosen), beside)
         handle = attaching.attach(module, chosen, _beside=beside, **options)
         if loaded is not None:
@@ -288,7 +286,7 @@ class Watch:
             goes_on_with_them = handle.step == 0
             self._tell_where_it_goes_on(handle, mine)
         if goes_on_with_them:
-            self._give_masters(chosen, masters)
+            given.give_masters(chosen, masters)
         if handle.step:
             self._tell_of_copies(handle, [] if loaded is not None else [called, *beside])
 
@@ -301,12 +299,6 @@ class Watch:
                          handle.nvme_path, handle.job)
         elif handle.step:
             _log.warning("offloadd: job %s continues after %d steps", handle.job, handle.step)
-
-    @staticmethod
-    def _give_masters(optimizers, masters):
-        for optimizer, its in zip(optimizers, masters):
-            if its:
-                (optimizer._masters if is_disabled() else optimizer._offload_part).note_masters(its)
 
     def _is_within(self, module):
         """Its parameters were looked through with those of what it is in, at that one's call."""

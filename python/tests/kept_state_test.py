@@ -68,6 +68,96 @@ def state_dict_of_before_attach_goes_on(run):
     return told + run.train(model, optimizer, steps=2, first=4), copied_states_of(optimizer)
 
 
+def state_from_before_attach_follows_the_steps(make, name):
+    """A case: tensors of the state, views of them and dictionaries that a program has go on to be the optimizer's."""
+
+    def function(run):
+        model = run.model()
+        optimizer = make(model.parameters())
+        told = run.train(model, optimizer, steps=2)
+        kept, whole = dict(optimizer.state[model.head.weight]), optimizer.state_dict()
+        largest = list(kept.values())[-1]
+        row = largest[1]
+        run.attach(model, optimizer)
+        for step in range(2, 5):
+            run.loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append([row.clone(), copy.deepcopy(kept), copy.deepcopy(whole["state"])])
+            largest.mul_(0.5)
+            row.add_(1e-3)
+        assert all(optimizer.state[model.head.weight][key] is value for key, value in kept.items())
+        optimizer.load_state_dict(saved(whole))
+        told += run.train(model, optimizer, first=5)
+        return told, row, kept, copied_states_of(optimizer)
+
+    function.__name__ = f"state_from_before_attach_follows_the_steps_{name}"
+    case(function, types=("fp32",))
+
+
+state_from_before_attach_follows_the_steps(fused, "of_adamw")
+state_from_before_attach_follows_the_steps(lambda p: SGD(p, 0.1, momentum=0.9), "of_momentum")
+state_from_before_attach_follows_the_steps(lambda p: Adagrad(p, 1e-2), "of_sums")
+
+
+@case(types=("fp32",))
+def state_from_before_attach_is_that_of_a_job_that_goes_on(run):
+    for _ in range(2 if run.offloaded else 1):
+        model = run.model()
+        optimizer = fused(model.parameters())
+        told = run.train(model, optimizer, steps=1)
+        kept = optimizer.state[model.head.weight]["exp_avg"]
+        handle = run.attach(model, optimizer, job="goes-on")
+        if handle.step == 0:
+            told += run.train(model, optimizer, first=1)
+            before = told, kept.clone()
+        run.end()
+    return before, kept
+
+
+@case(memory=("floor",))
+def state_from_before_attach_that_cannot_follow_is_told_of(run):
+    model = run.model()
+    optimizer = fused(model.parameters())
+    run.train(model, optimizer, steps=1)
+    moment = optimizer.state[model.head.weight]["exp_avg"]
+    kept, dictionary = moment if run.dtype == torch.bfloat16 else moment.numpy(), optimizer.state
+    del moment
+    with Lines() as lines:
+        run.attach(model, optimizer)
+    for text in ("from before attach() keeps the values of then", "the dictionary that the optimizer's state was"):
+        assert len([line for line in lines if text in line]) == (1 if run.offloaded else 0), lines
+    del kept, dictionary
+
+
+@case(refused=1604, **REFUSED)
+def dictionary_that_another_optimizer_has_loaded_is_refused(run):
+    model = run.model()
+    twin, optimizer = copy.deepcopy(model), fused(model.parameters())
+    run.attach(model, optimizer)
+    run.train(model, optimizer)
+    other = fused(twin.parameters())
+    run.attach(twin, other)
+    file = saved(optimizer.state_dict())
+    optimizer.load_state_dict(file)
+    other.load_state_dict(file)
+
+
+@case(types=("fp32",))
+def dictionary_that_was_loaded_follows_the_steps(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer, steps=2)
+    file = saved(optimizer.state_dict())
+    optimizer.load_state_dict(file)
+    for first in (2, 4):
+        told += run.train(model, optimizer, first=first, steps=2)
+        told.append(copy.deepcopy(file["state"]))
+        file["state"][3]["exp_avg"].mul_(0.5)
+    return told, copied_states_of(optimizer)
+
+
 def tensors_of_two_optimizers_are_refused(how):
     """A case: one optimizer has loaded what the other's state_dict() gives, and torch's go on with the same tensors."""
 
@@ -243,6 +333,24 @@ loads(lambda p: Adam(p, 1e-3, amsgrad=True))("checkpoint_of_memory_adam_amsgrad"
 loads(lambda p: SGD(p, 0.1, momentum=0.9))("checkpoint_of_memory_sgd")
 loads(lambda p: RMSprop(p, 1e-3, centered=True))("checkpoint_of_memory_rmsprop")
 loads(lambda p: Adagrad(p, 1e-2))("checkpoint_of_memory_adagrad")
+
+
+@case(types=("bf16", "fp16"))
+def checkpoint_that_is_loaded_before_a_new_job_is_attached(run):
+    """With its masters and moments, which torch rounds."""
+    model = run.model()
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    if run.offloaded:
+        checkpoint = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        run.end()
+        model = run.model()
+        optimizer = fused(model.parameters())
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        run.attach(model, optimizer)
+    return told + run.train(model, optimizer, first=3), copied_states_of(optimizer)
 
 
 @case

@@ -1440,22 +1440,26 @@ def buffers_that_are_made_later_are_told_of(run):
 class Queue(torch.nn.Linear):
     """What it was called with before is in no state_dict(); a table that its first pass fills is not either."""
 
-    def __init__(self):
+    def __init__(self, is_assigned):
         super().__init__(8, 8)
         self.register_buffer("queue", torch.zeros(8), persistent=False)
         self.register_buffer("table", torch.empty(0), persistent=False)
+        self.is_assigned = is_assigned
 
     def forward(self, x):
         if self.table.numel() == 0:
             self.table = torch.arange(8.0)
         y = super().forward(x) - self.queue + self.table
-        self.queue.lerp_(y.detach().mean(0), 0.1)
+        if self.is_assigned:  # twice: a step finds another tensor where the one of the step before was
+            self.queue = self.queue.clone()
+            self.queue = self.queue.lerp(y.detach().mean(0), 0.1)
+        else:
+            self.queue.lerp_(y.detach().mean(0), 0.1)
         return y
 
 
-@case(types=("fp32",), memory=("floor",))
-def buffers_that_are_not_persistent_and_change_are_told_of(run):
-    model = run.make(Queue)
+def buffers_that_are_not_persistent_and_change_are_told_of(run, is_assigned):
+    model = run.make(lambda: Queue(is_assigned))
     optimizer = AdamW(model.parameters(), 1e-2, fused=True)
     run.attach(model, optimizer)
     with Lines() as lines:
@@ -1463,6 +1467,41 @@ def buffers_that_are_not_persistent_and_change_are_told_of(run):
     if run.offloaded:
         assert [line.split()[2] for line in lines if "persistent=False" in line] == ["queue"], lines
     return told, model.queue
+
+
+@case(types=("fp32",), memory=("floor",))
+def buffers_that_are_not_persistent_and_change_are_told_of_once(run):
+    return buffers_that_are_not_persistent_and_change_are_told_of(run, is_assigned=False)
+
+
+@case(types=("fp32",), memory=("floor",))
+def buffers_that_are_not_persistent_and_assigned_anew_are_told_of_once(run):
+    return buffers_that_are_not_persistent_and_change_are_told_of(run, is_assigned=True)
+
+
+class Spectrum(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_buffer("table", torch.ones(8, dtype=torch.complex64))
+        self.register_buffer("spectrum", torch.zeros(5, dtype=torch.complex64))
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.spectrum.mul_(0.9).add_(torch.fft.rfft(y.detach()).mean(0), alpha=0.1)
+        return y + torch.fft.irfft(self.spectrum, 8) * self.table.real
+
+
+@case(types=("fp32",), memory=("floor",))
+def buffers_of_types_that_the_job_does_not_have_are_told_of(run):
+    torch.manual_seed(0)
+    model = Spectrum()  # casts would make it real
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    with Lines() as lines:
+        told = run.steps(optimizer, lambda step: model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean(), steps=4)
+    if run.offloaded:
+        assert [line.split()[2] for line in lines if "and is torch.complex64" in line] == ["spectrum"], lines
+    return told, torch.view_as_real(model.spectrum)
 
 
 @case(types=("fp32",), memory=("floor",))

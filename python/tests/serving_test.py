@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import unittest.mock
+import warnings
 import zipfile
 from multiprocessing.reduction import ForkingPickler
 
@@ -769,8 +770,10 @@ mistaken("OFD-1002 ram is 900.00 TiB, a job has", "ram_of_many_terabytes", ram="
 mistaken("OFD-1002 config is [1].", "list_as_config", config=[1])
 mistaken("OFD-1002 there is no option nvme_pth. Did you mean nvme_path?", "typing_error_in_a_configuration", config={"nvme_pth": "/", "job": "typo"})
 mistaken("OFD-1601 dict is no torch.nn.Module.", "state_dict_as_model", model={})
-mistaken("OFD-1601 the dimensions of parameter '0' have names, and such tensors are not offloaded. Make the parameter without", "names_of_dimensions",
-         model=torch.nn.ParameterList([torch.zeros(2, 3, names=("rows", "columns"))]))
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # names are an experimental feature of torch
+    mistaken("OFD-1601 the dimensions of parameter '0' have names, and such tensors are not offloaded. Make the parameter without", "names_of_dimensions",
+             model=torch.nn.ParameterList([torch.zeros(2, 3, names=("rows", "columns"))]))
 mistaken("OFD-1002 unfreeze: no parameter is called layers.*.", "names_to_unfreeze_that_are_none", unfreeze=["layers.*"])
 
 

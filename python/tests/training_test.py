@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import pickle
 import sys
 
 import numpy
@@ -75,6 +76,9 @@ trains(lambda p: AdamW(p, 1e-3, betas=(torch.tensor(0.9), torch.tensor(0.99)), f
 trains(lambda p: AdamW(p, numpy.float32(3e-3)), **REFUSED)("rate_of_numpy_is_refused")
 trains(lambda p: AdamW(p, numpy.float32(3e-3), fused=True), types=("fp32",))("rate_of_numpy_fused")
 trains(lambda p: SGD(p, numpy.float32(0.1), momentum=0.9), types=("fp32",))("rate_of_numpy_sgd")
+trains(lambda p: AdamW(p, torch.tensor(3e-3, dtype=torch.bfloat16)), **REFUSED)("rate_as_narrow_tensor_is_refused")
+trains(lambda p: AdamW(p, torch.tensor(3e-3, dtype=torch.bfloat16), fused=True), types=("fp32",))("rate_as_narrow_tensor_fused")
+trains(lambda p: SGD(p, torch.tensor(0.1, dtype=torch.bfloat16), momentum=0.9), types=("fp32",))("rate_as_narrow_tensor_sgd")
 
 
 class OwnStep(AdamW):
@@ -261,6 +265,62 @@ def subclass_without_step(run):
     optimizer = Renamed(model.parameters(), 1e-3, fused=True)
     run.attach(model, optimizer)
     return run.train(model, optimizer), optimizer.describe(), isinstance(optimizer, AdamW), type(optimizer).__name__, repr(optimizer)
+
+
+class KeepsZeros(AdamW):
+    """Its gradients are zeros where others have none: they are updated all the same."""
+
+    def zero_grad(self, set_to_none=False):
+        super().zero_grad(set_to_none)
+
+    def state_dict(self, note="none"):
+        return {**super().state_dict(), "note": note}
+
+    def load_state_dict(self, state_dict, *, note):
+        self.note = state_dict["note"], note
+        super().load_state_dict(state_dict)
+
+
+class TakesNothing(SGD):
+    known = []
+
+    def __init_subclass__(cls, kind):
+        cls.known.append(kind)
+
+    def zero_grad(self):
+        super().zero_grad()
+
+    def add_param_group(self, param_group, note="none"):
+        super().add_param_group({**param_group, "note": note})
+
+
+class Registered(TakesNothing, kind="registered"):
+    def __getstate__(self):
+        return {**super().__getstate__(), "own": 3}
+
+
+@case(types=("fp32",))
+def subclasses_whose_methods_have_other_arguments(run):
+    told = []
+    for make in (lambda p: KeepsZeros(p, 1e-2, weight_decay=0.5), lambda p: Registered(p, 0.1, momentum=0.9)):
+        model = run.model()
+        optimizer = make(model.blocks.parameters())
+        run.attach(model, optimizer)
+        if isinstance(optimizer, TakesNothing):
+            optimizer.add_param_group({"params": list(model.norm.parameters())}, note="norm")
+        optimizer.add_param_group(param_group={"params": list(model.embed.parameters())})
+        for step in range(4):
+            told.append(loss := run.loss(model, step) if step % 2 == 0 else model.embed.weight.square().mean())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(optimizer, KeepsZeros):
+            optimizer.load_state_dict(optimizer.state_dict("given"), note="taken")
+            told.append(optimizer.note)
+        else:
+            told.append((copy.deepcopy(optimizer).own, pickle.loads(pickle.dumps(optimizer)).own, list(TakesNothing.known)))
+        told.append([group.get("note") for group in optimizer.param_groups])
+    return told
 
 
 @case(refused=1604, types=("fp32",), memory=("floor",))
