@@ -35,6 +35,17 @@ std::unique_ptr<optim::Optimizer> MakeAdamW(Engine& engine, nn::Module& model) {
   return engine.AdamW(model, optim::AdamWOptions(1e-2));
 }
 
+class InFolder {
+ public:
+  explicit InFolder(const std::filesystem::path& folder) { std::filesystem::current_path(folder); }
+  ~InFolder() { std::filesystem::current_path(before_); }
+  InFolder(const InFolder&) = delete;
+  InFolder& operator=(const InFolder&) = delete;
+
+ private:
+  const std::filesystem::path before_ = std::filesystem::current_path();
+};
+
 // A model with statistics and dropout, trained in parts.
 nn::Sequential Normalised(const Run& run) {
   torch::manual_seed(21);
@@ -970,6 +981,22 @@ Programs Kinds() {
          run.See(after.bytes_written >= before.bytes_written);
          run.See(after.bytes_read >= before.bytes_read);
          run.See(after.wait_seconds >= before.wait_seconds);
+         run.See(*model);
+       }},
+      // The pool is named from a folder that the program leaves.
+      {"thawed_in_another_folder",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         for (Tensor& p : LinearAt(model, 0).parameters()) p.set_requires_grad(false);
+         std::shared_ptr<Engine> engine;
+         {
+           const InFolder there(run.options().nvme_path);
+           engine = run.Open([](Options& o) { o.nvme_path = "."; });
+         }
+         auto optimizer = MakeSgd(*engine, *model);
+         Train(run, model, *optimizer, 0, 2);
+         for (Tensor& p : LinearAt(model, 0).parameters()) p.set_requires_grad(true);
+         Train(run, model, *optimizer, 2, 4);
          run.See(*model);
        }},
       {"thawed_as_announced",

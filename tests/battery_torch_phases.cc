@@ -3,6 +3,7 @@
 #include <torch/optim.h>
 #include <torch/serialize.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <sstream>
@@ -148,6 +149,37 @@ void ResumeBeforeOneOfBoth(Run& run) {
   run.See(*model);
 }
 
+// Each epoch, of two steps, has an optimizer of its own. Runs end between two epochs and within
+// one, and make all optimizers again, in their order.
+void OneForEachEpoch(Run& run, const std::vector<Maker>& makers) {
+  constexpr int64_t kOfEpoch = 2;
+  const auto all = static_cast<int64_t>(makers.size()) * kOfEpoch;
+  const std::vector<int64_t> ends =
+      IsInMemory() ? std::vector{all} : std::vector<int64_t>{kOfEpoch, all - kOfEpoch - 1, all};
+  std::string job;
+  for (const int64_t end : ends) {
+    auto model = Perceptron(run);
+    auto engine = run.Open([&](Options& options) {
+      if (job.empty()) job = options.job;
+      options.job = job;
+      options.ram = "128MiB";
+    });
+    for (int64_t step = engine->step(), epoch = 0; step < end; ++epoch) {
+      const auto own = makers.at(epoch)(model->parameters());
+      engine->Attach(*model, *own);
+      for (; step < std::min(end, (epoch + 1) * kOfEpoch); ++step) {
+        run.See(own->step([&] {
+          own->zero_grad();
+          Tensor loss = Loss(run, model, step);
+          loss.backward();
+          return loss;
+        }));
+      }
+    }
+    if (end == all) run.See(*model);
+  }
+}
+
 }  // namespace
 
 Programs PhasePrograms() {
@@ -272,6 +304,10 @@ Programs PhasePrograms() {
        [](Run& run) { ResumeBetweenPhases(run, Adam, RmsProp, "128MiB"); }},
       {"resumed_between_phases", [](Run& run) { ResumeBetweenPhases(run, Adam, SlowAdam); }},
       {"resumed_before_one_of_both", ResumeBeforeOneOfBoth},
+      {"another_kind_for_each_epoch",
+       [](Run& run) {
+         OneForEachEpoch(run, {Adam, Momentum, Momentum, Momentum});
+       }},
       // Of 16-bit weights it has masters.
       {"resumed_within_a_phase_that_keeps_nothing",
        [](Run& run) { ResumeBetweenPhases(run, Adam, Sgd, "128MiB"); }},

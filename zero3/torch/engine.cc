@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/environment.h"
 #include "base/error.h"
+#include "proto/pool_path.h"
 #include "zero3/hf_layout.h"
 #include "zero3/torch/device_move.h"
 #include "zero3/torch/in_memory.h"
@@ -232,9 +233,12 @@ std::shared_ptr<Engine> Engine::Open(const Options& options) {
     zero3::ThrowStatus(
         MakeError(ErrorId::kBadValue, "ram is not set", "Set ram to a size, for example \"8GiB\""));
   const uint64_t ram_bytes = zero3::CheckOptions(options);
-  zero3::OpenedJob opened = zero3::OpenJob(options, world, ram_bytes);
+  // The program may go to another folder before a store is laid out anew, or memory is paged.
+  Options from_anywhere = options;
+  from_anywhere.nvme_path = proto::AbsolutePools(options.nvme_path);
+  zero3::OpenedJob opened = zero3::OpenJob(from_anywhere, world, ram_bytes);
   return std::make_shared<zero3::ModuleEngine>(std::make_shared<zero3::TensorEngine>(
-      options, ram_bytes, std::move(opened.session), std::move(opened.info)));
+      from_anywhere, ram_bytes, std::move(opened.session), std::move(opened.info)));
 }
 
 }  // namespace offload

@@ -617,7 +617,9 @@ void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer&
                         .refusal = std::move(refusal),
                         .may_keep = !states.empty(),
                         .has_stepped = !states.empty()});
-  if (goes_on && engine.HasForeign(number)) engine.GiveForeign(number, own);
+  if (!goes_on || !engine.HasForeign(number)) return;
+  engine.GiveForeign(number, own);
+  OfProcess().Find(own)->has_stepped = false;  // it has the job's state, as who comes after it may
 }
 
 // The same, of an object that is being attached. `engine`: null in memory.
