@@ -209,6 +209,8 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
         module = super().__getattr__("module")
         if hasattr(module, name):
             return getattr(module, name)
+        if name in ("param_groups", "defaults", "state") and self.optimizer is not None:
+            return getattr(self.optimizer, name)  # Fabric steps what has them, and else the optimizer alone, which clips nothing
         if name.startswith("__"):
             raise AttributeError(name)
         raise missing("DeepSpeedEngine", name)
