@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import threading
+import weakref
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -294,6 +295,11 @@ def _has_tensors(seen):
     return any(isinstance(each, torch.Tensor) and served.managed(each) and followers.parameter_over(each) is None for each in seen)
 
 
+def managed_tensors():
+    """Those of the program that are offloaded: weak references by id()."""
+    return {id(each): weakref.ref(each) for each in gc.get_objects() if isinstance(each, torch.Tensor) and served.managed(each)}
+
+
 class init:
     """`with offloadd.init(nvme_path=…, ram=…, job=…):` builds a model that is larger than memory: big tensors made inside go to the
     pool as soon as the operation that fills them ends. attach() then takes the job that was opened here. With `device` the model is
@@ -344,6 +350,15 @@ class init:
                            "Build all models of a job in one init(); to build one anew, drop it first (del model)")
         jobs.constructed = None
         self.take().close()
+
+    def leave_if_empty(self, before):
+        """After it: closes the job where nothing was built in it, when `before` is what managed_tensors() gave in front of it. Whether it has."""
+        known = {number for number, each in before.items() if each() is not None}
+        if managed_tensors().keys() - known:
+            return False
+        jobs.constructed = None
+        self.take().close()
+        return True
 
     def take(self):
         engine, self._engine = self._engine, None

@@ -407,7 +407,8 @@ def _serve(package):
 
     def call_hooks(original):
         def hooks(trainer, hook_name, *args, **kwargs):
-            if hook_name == "on_fit_start" and original.__name__ == "_call_callback_hooks":
+            # DeepSpeed's strategies go on at checkpoints of its engine.
+            if hook_name == "on_fit_start" and original.__name__ == "_call_callback_hooks" and type(trainer.strategy).__name__ != "DeepSpeedStrategy":
                 _runs[trainer] = _Run(trainer, call)
                 _runs[trainer].begin()
             run = _runs.get(trainer)

@@ -14,6 +14,7 @@ from torch._guards import active_fake_mode
 
 from . import attaching, given, jobs, lightning_ranks, mapped_files
 from .errors import class_of
+from .imported import when_imported
 from .kinds import are_together
 from .library import is_disabled
 from .loaded import Loaded
@@ -355,35 +356,10 @@ class Watch:
                          "follows the training (an average), let the script save and load it", holder, handle.job, handle.step)
 
 
-class _WhenImported:
-    """Calls a function when a module has been imported by the script."""
-
-    def __init__(self, name, then):
-        self.name, self.then = name, then
-
-    def find_spec(self, name, path=None, target=None):
-        if name != self.name:
-            return None
-        import importlib.util
-
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            self.then()
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
 def begin(options):
     watch = Watch(options)
     watch.begin()
-    sys.meta_path.insert(0, _WhenImported("transformers.trainer", lambda: watch_trainer(watch)))
+    when_imported("transformers.trainer", lambda: watch_trainer(watch))
     return watch
 
 

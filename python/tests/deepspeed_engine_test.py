@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import importlib.util
 import json
 import logging
 import os
@@ -94,9 +95,29 @@ class DeepSpeedTest(DeepSpeedCase):
         self.assertEqual(engine_loop(engine, 3), plain(there, mine, 3, scheduler=torch.optim.lr_scheduler.LambdaLR(mine, lambda t: 1 / (t + 1))))
 
     def test_adam_in_the_place_of_another_optimizer_is_refused(self):
-        sgd = torch.optim.SGD(make().parameters(), lr=0.1)
-        with self.assertRaisesRegex(offloadd.Error, "OFD-1104.*zero_force_ds_cpu_optimizer"):
-            offloadd.deepspeed.adam.DeepSpeedCPUAdam(sgd.param_groups, lr=0.1)
+        for kind in (torch.optim.SGD, torch.optim.RAdam, torch.optim.NAdam, torch.optim.Adamax, torch.optim.Adafactor, torch.optim.RMSprop):
+            groups = kind(make().parameters(), lr=0.1).param_groups
+            with self.subTest(kind.__name__), self.assertRaisesRegex(offloadd.Error, "OFD-1104.*zero_force_ds_cpu_optimizer"):
+                offloadd.deepspeed.adam.DeepSpeedCPUAdam(groups, lr=0.1)
+
+    @unittest.skipUnless(importlib.util.find_spec("accelerate"), "accelerate is not installed")
+    def test_adam_in_the_place_of_an_optimizer_that_looks_like_it(self):
+        from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+
+        class Lion(torch.optim.Optimizer):
+            def __init__(self, params):
+                super().__init__(params, {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+        class OwnAdam(torch.optim.AdamW):
+            def step(self, closure=None):
+                pass
+
+        offloadd.deepspeed.install()
+        for kind in (Lion, OwnAdam):
+            with self.assertRaisesRegex(offloadd.Error, f"OFD-1104.*in the place of {kind.__name__}.*zero_force_ds_cpu_optimizer"):
+                map_pytorch_optim_to_deepspeed(kind(make().parameters()))
+        mapped = map_pytorch_optim_to_deepspeed(torch.optim.Adam(make().parameters(), weight_decay=0.1))
+        self.assertEqual(mapped.param_groups[0]["decoupled_weight_decay"], False)
 
     def test_a_schedule_of_the_optimizer_that_adam_replaces_goes_on(self):
         replaced = torch.optim.AdamW(make().parameters(), lr=1.0)
@@ -150,6 +171,23 @@ class DeepSpeedTest(DeepSpeedCase):
         plain(there, optimizer, 3, micro=2)
         self.check_equal(here, there)
 
+    def test_a_program_may_own_the_boundary(self):
+        """"managed_gradient_accumulation": false: each step() is one, after as many backward passes as the program likes."""
+        here, there = make(), make()
+        engine, *_ = self.initialize(here, self.config(gradient_accumulation_steps=4, managed_gradient_accumulation=False))
+        optimizer, seen = self.adamw(there.parameters()), 0
+        for count in (4, 1, 3):
+            for seen in range(seen + 1, seen + count + 1):
+                engine.backward(engine(batch(seen)))
+                (there(batch(seen)) / 4).backward()
+                self.assertFalse(engine.is_gradient_accumulation_boundary())
+            engine.step(), optimizer.step(), optimizer.zero_grad()
+            self.assertTrue(engine.was_step_applied())
+            self.check_equal(here, there)
+        self.assertEqual([engine.global_steps, engine.global_samples], [3, 32])
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1104.*managed_gradient_accumulation"):
+            engine.set_gradient_accumulation_boundary(True)
+
     def test_zero_grad_between_micro_batches_loses_nothing(self):
         here, there = make(), make()
         engine, *_ = self.initialize(here, self.config(gradient_accumulation_steps=2))
@@ -159,6 +197,26 @@ class DeepSpeedTest(DeepSpeedCase):
             engine.step()
         plain(there, self.adamw(there.parameters()), 2, micro=2)
         self.check_equal(here, there)
+
+    def test_backward_of_a_loss_deep_in_the_output_is_scaled(self):
+        class Deep(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = make()
+
+            def forward(self, ids):
+                return ids, ({"losses": [self.inner(ids)]}, None)
+
+        here, there = Deep(), make()
+        engine, *_ = self.initialize(here, self.config(gradient_accumulation_steps=2))
+        optimizer = self.adamw(there.parameters())
+        for i in range(4):
+            engine(batch(i))[1][0]["losses"][0].backward()
+            engine.step()
+            (there(batch(i)) / 2).backward()
+            if i % 2:
+                optimizer.step(), optimizer.zero_grad()
+        self.check_equal(here.inner, there)
 
     def test_backward_of_the_loss_itself_is_scaled(self):
         here, there = make(), make()
@@ -611,6 +669,33 @@ class DeepSpeedTest(DeepSpeedCase):
         with self.assertRaisesRegex(offloadd.Error, "OFD-1601.*meta"):
             self.initialize(shapes, self.config())
 
+    def test_what_programs_ask_parameters(self):
+        engine, *_ = self.initialize(make(), self.config())
+        weight = engine.module.up.weight
+        self.assertFalse(hasattr(weight, "ds_id"), "which parameters in parts have")
+        self.assertEqual([weight.ds_numel, weight.partition_numel(), weight.ds_shape], [weight.numel(), weight.numel(), weight.shape])
+        before = weight.detach().clone()
+        weight.all_gather(), weight.partition(), weight.partition(has_been_updated=True)
+        self.assertTrue(torch.equal(weight, before))
+
+    def test_modules_are_found_below_modules(self):
+        """As attributes, without install() too."""
+        for path in ("utils.logging.logger", "utils.nvtx.instrument_w_nvtx", "utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
+                     "runtime.zero.utils.is_zero_param", "runtime.zero.partition_parameters.ZeroParamStatus", "runtime.zero.config.ZeroStageEnum",
+                     "runtime.fp16.loss_scaler.LossScaler", "ops.adam.cpu_adam.DeepSpeedCPUAdam", "ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad",
+                     "comm.comm.init_distributed", "utils.init_on_device.OnDevice", "runtime.utils.set_random_seed"):
+            found = offloadd.deepspeed
+            for name in path.split("."):
+                found = getattr(found, name)
+            self.assertEqual(getattr(found, "__name__", "DeepSpeed").rpartition(".")[-1], "DeepSpeed" if name == "logger" else name)
+
+    def test_modules_that_are_leaves(self):
+        model, utils = make(), offloadd.deepspeed.utils
+        self.assertEqual(utils.set_z3_leaf_modules_by_name(model, ["up", "down"]), ([model.up, model.down], []))
+        self.assertEqual(utils.set_z3_leaf_modules_by_suffix(model, ["p", "x"], raise_if_not_found=False), ([model.up], ["x"]))
+        with self.assertRaisesRegex(ValueError, "nothing"):
+            utils.set_z3_leaf_modules_by_name(model, ["nothing"])
+
     def test_attributes_that_are_not_there_are_named(self):
         engine, *_ = self.initialize(make(), self.config())
         for owner, name in ((offloadd.deepspeed, "PipelineModule"), (offloadd.deepspeed, "init_inference"), (engine, "curriculum_params_legacy"),
@@ -674,8 +759,11 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.lr_schedules import WarmupLR, VALID_LR_SCHEDULES
 from deepspeed.runtime.zero.partition_parameters import zero_wrapper_for_fp_tensor_constructor
 from deepspeed.runtime.zero.utils import is_zero_param
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.utils import groups, logger, safe_get_full_grad
 from deepspeed.utils.groups import _get_data_parallel_group, get_data_parallel_world_size
+from deepspeed.utils.logging import log_dist_once, set_log_level_from_string
 from deepspeed.utils.init_on_device import OnDevice
 from deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
 from deepspeed.utils.nvtx import instrument_w_nvtx

@@ -411,6 +411,57 @@ if trainer.is_world_process_zero():
 """
 
 
+# fit(), test(), a fit() that goes on from a checkpoint, and the file that Lightning makes of that.
+LIGHTNING = """
+import json, os, sys
+import torch
+mode, folder = sys.argv[1:3]
+if mode == "installed":
+    import offloadd.deepspeed
+    offloadd.deepspeed.install()
+import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
+torch.set_num_threads(1)
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.told = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8)), []
+
+    def training_step(self, batch, index):
+        loss = (self.net(batch) - batch).square().mean()
+        self.told.append(loss.item())
+        return loss
+
+    test_step = training_step
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2, fused=True)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)), "interval": "step"}]
+
+def trainer(steps):
+    return lightning.Trainer(accelerator="cpu", devices=1, strategy="auto" if mode == "memory" else "deepspeed_stage_3", max_steps=steps, logger=False,
+                             enable_progress_bar=False, gradient_clip_val=0.5, default_root_dir=folder, use_distributed_sampler=False,
+                             callbacks=[ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)])
+
+data = torch.utils.data.DataLoader(torch.randn(24, 8, generator=torch.Generator().manual_seed(1)), batch_size=4)
+first, again = Module(), Module()
+whole = trainer(4)
+whole.fit(first, data)
+whole.test(first, data)
+checkpoint = os.path.join(folder, "step=2.ckpt")
+trainer(4).fit(again, data, ckpt_path=checkpoint, weights_only=False)
+if mode == "installed":
+    from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+    convert_zero_checkpoint_to_fp32_state_dict(checkpoint, os.path.join(folder, "whole.ckpt"))
+    checkpoint = os.path.join(folder, "whole.ckpt")
+kept = torch.load(checkpoint, weights_only=False)
+with open(os.path.join(folder, "told.json"), "w") as file:
+    json.dump([first.told, again.told, {name: value.tolist() for name, value in kept["state_dict"].items()}, kept["global_step"]], file)
+"""
+
+
 def prepare_program():
     """Imports what every program here does."""
     import offloadd.deepspeed
@@ -572,6 +623,16 @@ class ProgramsTest(unittest.TestCase):
         self.assertEqual(told("installed", "fp16", "8", FP16="1"), in_memory)
         at = [step[2] for step in in_memory[:-3]]
         self.assertLess(len(set(at)), len(at), "the schedule has waited for steps that were skipped")
+
+    @unittest.skipUnless(importlib.util.find_spec("lightning"), "lightning is not installed: its strategy is not tested")
+    def test_lightning_with_its_strategy(self):
+        told = []
+        for mode in ("memory", "installed"):
+            folder = os.path.join(self.folder, mode)
+            os.mkdir(folder)
+            self.run_python("-c", LIGHTNING, mode, folder)
+            told.append(self.read(os.path.join(folder, "told.json")))
+        self.assertEqual(*told)
 
     @unittest.skipUnless(importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate"),
                          "transformers and accelerate are not installed: the Trainer is not tested")

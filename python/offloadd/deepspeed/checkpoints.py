@@ -12,7 +12,7 @@ from ..errors import Error
 from ..library import is_disabled
 from ..named_tensors import all_named_parameters_of
 from . import comm, schedules, setup, snapshots, to_fp32
-from .files import LATEST, STATE, WEIGHTS, mark_in, tag_in, weights_in, write_text
+from .files import CLIENT, LATEST, STATE, TRAINER, WEIGHTS, client_state_in, kept_in, mark_in, tag_in, weights_in, write_text
 from .missing import refuse
 
 _log = logging.getLogger("offloadd")
@@ -109,7 +109,7 @@ class Checkpoints:
                 "buffers": {name: buffer.detach().to("cpu", copy=True) for name, buffer in self.module.named_buffers()},
                 "transient": [f"{prefix}.{name}".lstrip(".") for prefix, module in self.module.named_modules()
                               for name in module._non_persistent_buffers_set],
-                "tied": self._tied_names()}
+                "tied": self._tied_names(), "optimizer_state_dict": {"zero_stage": 3}}  # the last is what Lightning's converter looks for
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
         """Keeps weights, moments and step as a snapshot of the job in the pool, and in the folder what leads to it, the weights for
@@ -125,7 +125,8 @@ class Checkpoints:
             if os.path.exists(os.path.join(folder, STATE)):
                 os.unlink(os.path.join(folder, STATE))  # what is half written is no checkpoint
             mark = self._save_state(folder, self._frozen() if exclude_frozen_parameters else [])
-            torch.save({**self._bookkeeping(), "client_state": dict(client_state or {})}, os.path.join(folder, "trainer.pt"))
+            torch.save(self._bookkeeping(), os.path.join(folder, TRAINER))
+            torch.save(dict(client_state or {}), os.path.join(folder, CLIENT))
             write_text(os.path.join(folder, STATE), json.dumps(mark, indent=1))
             if "snapshot" in mark:
                 snapshots.kept.keep(mark, os.path.join(folder, STATE))
@@ -168,7 +169,7 @@ class Checkpoints:
             _log.warning("offloadd: %s has no checkpoint to load", load_dir)
             return None, None
         mark = mark_in(folder)
-        trainer = torch.load(os.path.join(folder, "trainer.pt"), map_location="cpu", weights_only=False)
+        trainer = kept_in(folder)
         if load_module_only or not load_optimizer_states or custom_load_fn is not None or self.optimizer is None:
             self._load_weights(folder, load_module_strict, custom_load_fn)
         else:
@@ -176,7 +177,7 @@ class Checkpoints:
         self._load_buffers(trainer["buffers"])
         if not load_module_only and self.optimizer is not None:
             self._load_bookkeeping(trainer, load_optimizer_states, load_lr_scheduler_states)
-        return folder, trainer["client_state"]
+        return folder, client_state_in(folder)
 
     def _load_universal(self, load_dir, tag, with_state, with_scheduler, module_only, custom_load_fn):
         """"checkpoint": {"load_universal": true}: masters and moments, durable with the next step(), and the engine's counts."""

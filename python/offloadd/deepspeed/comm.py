@@ -9,7 +9,7 @@ import sys
 import torch
 
 from . import placement
-from .missing import missing
+from .missing import refusing
 
 _log = logging.getLogger("DeepSpeed")
 
@@ -143,12 +143,13 @@ _SAME = {"all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "red
 _RENAMED = {"allgather_fn": "all_gather_into_tensor", "reduce_scatter_fn": "reduce_scatter_tensor"}
 
 
+_refuse = refusing("deepspeed.comm")
+
+
 def __getattr__(name):
     name = _RENAMED.get(name, name)
     if name == "default_pg_timeout":
         return torch.distributed.constants.default_pg_timeout
     if name in _SAME:
         return getattr(torch.distributed, name)
-    if name.startswith("__"):
-        raise AttributeError(name)
-    raise missing("deepspeed.comm", name)
+    return _refuse(name)

@@ -63,6 +63,24 @@ def _end_former(former, model):
     return folder
 
 
+def _hooked(value, hook):
+    """What the loop is given in place of an output: a loss that was computed of another one inside of the model is divided once."""
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        given = value.view_as(value)
+        given.register_hook(hook)
+        return given
+    if isinstance(value, (list, tuple)):
+        values = [_hooked(each, hook) for each in value]
+        if all(new is old for new, old in zip(values, value)):
+            return value
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+    if isinstance(value, dict):
+        for key, each in list(value.items()):
+            if (new := _hooked(each, hook)) is not each:
+                value[key] = new
+    return value
+
+
 class _BackwardPasses:
     under_way = 0  # of engines: a loss may come through several
 
@@ -83,6 +101,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._boundary, self._norm, self._applied = None, None, False
         self._in_no_sync = self._is_destroyed = False
+        self._backward_count = 0  # since the last step
         self._continues_at = 0  # the steps that the job had, where its name has it go on
         self.tput_timer = Throughput()
         self.collate_fn = collate_fn
@@ -190,6 +209,8 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
         module = super().__getattr__("module")
         if hasattr(module, name):
             return getattr(module, name)
+        if name in ("param_groups", "defaults", "state") and self.optimizer is not None:
+            return getattr(self.optimizer, name)  # Fabric steps what has them, and else the optimizer alone, which clips nothing
         if name.startswith("__"):
             raise AttributeError(name)
         raise missing("DeepSpeedEngine", name)
@@ -212,24 +233,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
             self._check_is_scaled()
             return grad / self._settings.accumulation if self._settings.accumulation > 1 else None
 
-        def seen(value):
-            """What the loop is given in place of an output: a loss that was computed of another one inside of the model is divided once."""
-            if not isinstance(value, torch.Tensor) or not value.requires_grad:
-                return value
-            given = value.view_as(value)
-            given.register_hook(divide)
-            return given
-
-        if isinstance(result, torch.Tensor):
-            return seen(result)
-        if isinstance(result, (list, tuple)):
-            values = [seen(value) for value in result]
-            return type(result)(*values) if hasattr(result, "_fields") else type(result)(values)
-        if isinstance(result, dict):
-            for key, value in list(result.items()):
-                if isinstance(value, torch.Tensor) and value.requires_grad:
-                    result[key] = seen(value)
-        return result
+        return _hooked(result, divide)
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True, **others):
         self._need_optimizer("backward")
@@ -240,6 +244,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
             raise Error.of(1002, "engine.backward() was given something that is no scalar tensor", "Give it the loss")
         scaled = loss / self._settings.accumulation if scale_wrt_gas and self._settings.accumulation > 1 else loss
         self._has_scaled = True
+        self._backward_count += 1
         _backward_passes.under_way += 1
         try:
             (scaled if self._scaler is None else scaled * self.cur_scale).backward(retain_graph=retain_graph)
@@ -248,9 +253,14 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
         return scaled
 
     def is_gradient_accumulation_boundary(self):
-        return (self.micro_steps + 1) % self._settings.accumulation == 0 if self._boundary is None else self._boundary
+        """Where the program owns the boundary, step() is one, and nothing else."""
+        if self._boundary is not None:
+            return self._boundary
+        return self.managed_gradient_accumulation() and (self.micro_steps + 1) % self._settings.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary):
+        if not self.managed_gradient_accumulation():
+            refuse("set_gradient_accumulation_boundary() with \"managed_gradient_accumulation\": false", "Leave it out: every step() is a boundary there")
         self._boundary = is_boundary
 
     @contextlib.contextmanager
@@ -261,6 +271,8 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
             yield
         finally:
             self._in_no_sync = False
+
+    coalesce_grad_reduction = no_sync
 
     def _trained(self):
         """In the order of model.parameters(), in which a loop of one's own adds up the norm."""
@@ -274,7 +286,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
             raise Error.of(1002, "engine.step() inside engine.no_sync()", "Leave the context first")
         zero.check_is_left("engine.step()")
         self._applied = False
-        if self.is_gradient_accumulation_boundary():
+        if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
             self._applied = self._take_step(self._trained())
             self._clear_gradients()
             self.skipped_steps += not self._applied
@@ -283,8 +295,13 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
             self.global_steps += 1
             if snapshots.kept.have_deleted():
                 setup.jobs.drop_unmarked()
-            self.global_samples += self._settings.batch or 0
+            self.global_samples += self._samples_of_step()
+            self._backward_count = 0
         self.micro_steps += 1
+
+    def _samples_of_step(self):
+        batch = self._settings.batch or 0
+        return batch if self.managed_gradient_accumulation() else batch // self._settings.accumulation * self._backward_count
 
     def _take_step(self, parameters):
         """Whether it was taken: with fp16 one whose gradients overflow is not."""

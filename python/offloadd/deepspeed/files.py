@@ -13,6 +13,7 @@ from . import snapshots
 _log = logging.getLogger("offloadd")
 
 STATE, WEIGHTS, LATEST = "offloadd.json", "weights", "latest"
+TRAINER, CLIENT = "trainer.pt", "client_state.pt"
 
 
 def tag_in(folder, tag):
@@ -76,7 +77,13 @@ def mark_in(folder):
 
 def kept_in(folder):
     """What the engine has kept beside the weights."""
-    return torch.load(os.path.join(folder, "trainer.pt"), weights_only=False)
+    return torch.load(os.path.join(folder, TRAINER), map_location="cpu", weights_only=False)
+
+
+def client_state_in(folder):
+    """What the program has; of earlier checkpoints it lies beside the engine's."""
+    path = os.path.join(folder, CLIENT)
+    return torch.load(path, map_location="cpu", weights_only=False) if os.path.exists(path) else kept_in(folder).get("client_state", {})
 
 
 def write_text(path, text):

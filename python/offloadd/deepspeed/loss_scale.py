@@ -13,7 +13,7 @@ import torch
 from ..errors import Error
 from ..optimizer_part import UNKNOWN
 from ..recipes import parameters_of, recipe_of
-from .missing import refuse
+from .missing import refuse, refusing
 
 _log = logging.getLogger("offloadd")
 _FACTOR = 2.0
@@ -220,3 +220,6 @@ class ScalesLosses:
     def dynamic_loss_scale_args(self):
         return {"init_scale": self.initial_dynamic_scale(), "scale_window": self._fp16("loss_scale_window"), "delayed_shift": self._fp16("hysteresis"),
                 "consecutive_hysteresis": self._fp16("consecutive_hysteresis"), "min_scale": self._fp16("min_loss_scale")}
+
+
+__getattr__ = refusing("deepspeed.runtime.fp16.loss_scaler")

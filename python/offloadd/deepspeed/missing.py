@@ -24,11 +24,16 @@ def refuse(what, fix="Remove it; see docs/from_deepspeed.md for what there is"):
 
 
 def refusing(module):
-    """A module's __getattr__ that names what is asked for."""
+    """A module's __getattr__ that gives the modules below it, and names what else is asked for."""
 
     def __getattr__(name):
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(f"module '{module}' has no attribute '{name}'")
+        from .names import module_below
+
+        below = module_below(module.removeprefix("deepspeed."), name)
+        if below is not None:
+            return below
         frame = sys._getframe(1)
         if frame.f_code.co_name == "__getattr__":
             frame = frame.f_back

@@ -7,7 +7,7 @@ import sys
 import types
 
 from ..errors import Error
-from . import setup
+from . import lightning_on_cpu, setup
 from .missing import refusing
 
 _log = logging.getLogger("offloadd")
@@ -31,6 +31,7 @@ _MODULES = {
     "ops": None,
     "ops.adam": "adam",
     "ops.adagrad": "adam",
+    "ops.adagrad.cpu_adagrad": "adam",
     "ops.adam.cpu_adam": "adam",
     "ops.adam.fused_adam": "adam",
     "ops.lion": "lion",
@@ -46,9 +47,12 @@ _MODULES = {
     "runtime.data_pipeline.data_routing.helper": "data_routing",
     "runtime.dataloader": "utils",
     "runtime.engine": "engine",
+    "runtime.fp16": None,
+    "runtime.fp16.loss_scaler": "loss_scale",
     "runtime.lr_schedules": "schedules",
     "runtime.utils": "utils",
     "runtime.zero": "zero",
+    "runtime.zero.config": "offload_config",
     "runtime.zero.offload_config": "offload_config",
     "runtime.zero.partition_parameters": "zero",
     "runtime.zero.utils": "zero",
@@ -59,6 +63,7 @@ _MODULES = {
     "utils.nvtx": "utils",
     "utils.tensor_fragment": "utils",
     "utils.timer": "timer",
+    "utils.z3_leaf_module": "utils",
     "utils.zero_to_fp32": "utils",
     "zero": "zero",
 }
@@ -68,6 +73,13 @@ _packages = {}
 
 def _ours(name):
     return importlib.import_module("offloadd.deepspeed" + (f".{name}" if name else ""))
+
+
+def module_below(module, name):
+    """What DeepSpeed calls `module.name`, `module` being the name of one of our files (of all of its names, where it has several); or None."""
+    ours = _MODULES.get(module)
+    names = [f"{each}.{name}" for each, file in _MODULES.items() if file == ours is not None]
+    return next((_ours(_MODULES[each]) for each in names if each in _MODULES), None)
 
 
 def package(name):
@@ -154,3 +166,4 @@ def install(*, nvme_path=None, ram=None, job=None, **options):
         sys.meta_path.insert(0, _Finder)
         _tell_of_early_transformers()
         _admit_bf16()
+        lightning_on_cpu.begin()

@@ -61,6 +61,7 @@ class Questions:
 
     monitor = Monitor()
 
+    managed_gradient_accumulation = _told("managed_gradient_accumulation", True)
     steps_per_print = _told("steps_per_print", 10)
     dump_state = _told("dump_state", False)
     memory_breakdown = _told("memory_breakdown", False)
@@ -100,6 +101,8 @@ class Questions:
 
     pld_enabled = flops_profiler_enabled = autotuning_enabled = elasticity_enabled = curriculum_enabled_legacy = _always(False)
     random_ltd_enabled = data_efficiency_enabled = tensorboard_enabled = wandb_enabled = monitor_enabled = _always(False)
+    torch_autocast_enabled = zero_quantized_gradients = zero_quantized_nontrainable_weights = super_offload = _always(False)
+    bf16_master_weights_and_gradients = bf16_optimizer_states = checkpoint_tag_validation_enabled = is_deepcompile_active = _always(False)
     is_deepcompile_enabled = zero_quantized_weights = use_node_local_storage = curriculum_learning_enabled = _always(False)
     amp_params = optimizer_legacy_fusion = fp16_master_weights_and_gradients = _always(False)
     mp_world_size = sp_world_size = sequence_parallel_size = 1

@@ -132,12 +132,22 @@ class Jobs:
         self._ended.discard(job)
         if handle is None:
             return
-        handle.close()
+        try:
+            handle.close()
+        except Error as error:
+            if error.id != 1207:  # it went with its pool, which its log says
+                raise
         if comm.get_rank() != 0:
             return
         self.drop_unmarked()
-        if job in self._kept and self._may_have_checkpoints(pool, job):
-            return
+        if job not in self._kept or not self._may_have_checkpoints(pool, job):
+            self.delete(pool, job)
+
+    @staticmethod
+    def delete(pool, job):
+        """One that is closed here, by the first rank."""
+        if comm.get_rank() != 0:
+            return None
         for attempt in range(_REMOVE_ATTEMPTS):
             try:
                 return control.run("rm", pool, job, "--yes")

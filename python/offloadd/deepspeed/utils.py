@@ -1,23 +1,53 @@
 """deepspeed.utils."""
 
-import logging
+import functools
 import os
-import sys
+import random
+from logging import INFO, getLogger
 
 import torch
 
 from .. import jobs
 from ..errors import Error
-from . import comm, groups, on_device, timer
+from . import comm, groups, timer
 from .missing import refuse, refusing
 from .on_device import OnDevice
 
-logger = logging.getLogger("DeepSpeed")
+logger = getLogger("DeepSpeed")
 
 
-def log_dist(message, ranks=None, level=logging.INFO):
+def log_dist(message, ranks=None, level=INFO):
     if not ranks or -1 in ranks or comm.get_rank() in ranks:
         logger.log(level, "[Rank %s] %s", comm.get_rank(), message)
+
+
+@functools.lru_cache(maxsize=None)
+def _log_once(message, ranks, level):
+    log_dist(message, ranks, level)
+
+
+def log_dist_once(message, ranks=None, level=INFO):
+    _log_once(message, None if ranks is None else tuple(ranks), level)
+
+
+@functools.lru_cache(maxsize=None)
+def warning_once(*args, **kwargs):
+    logger.warning(*args, **kwargs)
+
+
+logger.warning_once, logger.log_dist_once = warning_once, log_dist_once
+
+
+def set_log_level_from_string(log_level_str, custom_logger=None):
+    (custom_logger or logger).setLevel(log_level_str.upper())
+
+
+def set_random_seed(seed):
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)
 
 
 def print_rank_0(message, debug=False, force=False):
@@ -32,15 +62,32 @@ def see_memory_usage(message, force=False):
         log_dist(f"{message}: {resident} resident", [0])
 
 
-def set_z3_leaf_modules(model, leaf_module_classes):
+def set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found=True):
     """Tensors are fetched one by one, so that a leaf module is as any other; gives those that match, as DeepSpeed does."""
     names = [each for each in leaf_module_classes if isinstance(each, str)]
     classes = tuple(each for each in leaf_module_classes if isinstance(each, type))
     return [module for module in model.modules() if isinstance(module, classes) or type(module).__name__ in names]
 
 
-def unset_z3_leaf_modules(model, leaf_module_classes):
+def unset_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found=True):
     return set_z3_leaf_modules(model, leaf_module_classes)
+
+
+def _leaf_modules_where(model, names, matches, raise_if_not_found):
+    """(modules with a name that one of these matches, those that match none)."""
+    found = {each: [module for name, module in model.named_modules() if matches(name, each)] for each in names}
+    missing = [each for each, modules in found.items() if not modules]
+    if missing and raise_if_not_found:
+        raise ValueError(f"there are no modules {', '.join(missing)} in {type(model).__name__}")
+    return list(dict.fromkeys(module for modules in found.values() for module in modules)), missing
+
+
+def set_z3_leaf_modules_by_name(model, module_names, flag=True, raise_if_not_found=True):
+    return _leaf_modules_where(model, module_names, str.__eq__, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(model, module_name_suffixes, flag=True, raise_if_not_found=True):
+    return _leaf_modules_where(model, module_name_suffixes, str.endswith, raise_if_not_found)
 
 
 def get_z3_leaf_modules(model):
@@ -49,6 +96,9 @@ def get_z3_leaf_modules(model):
 
 def z3_leaf_module(module):
     return False
+
+
+z3_leaf_parameter = z3_leaf_module
 
 
 def set_z3_leaf_module(module, flag):
@@ -222,6 +272,26 @@ def load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag=None):
     return model
 
 
+def get_optim_files(checkpoint_dir):
+    """Of the folder that is called by its tag: files in which Lightning's converter finds the stage, and (the other function) the program's state."""
+    from .files import TRAINER
+
+    return [_file_in(checkpoint_dir, TRAINER)]
+
+
+def get_model_state_file(checkpoint_dir, zero_stage):
+    from .files import CLIENT
+
+    return _file_in(checkpoint_dir, CLIENT)
+
+
+def _file_in(folder, name):
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        raise Error.of(1405, f"{folder} has no file {name}", "Name the folder of a checkpoint that DeepSpeedEngine.save_checkpoint() has written")
+    return path
+
+
 def clone_tensors_for_torch_save(item, device="cpu"):
     """The same lists and dictionaries over copies of their tensors, on the device. Tied weights stay one tensor, so that they are written once."""
     copies = {}
@@ -244,8 +314,5 @@ def clone_tensors_for_torch_save(item, device="cpu"):
 def clip_grad_norm_(parameters, max_norm, norm_type=2, mpu=None):
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
-
-zero_to_fp32 = sys.modules[__name__]  # in DeepSpeed a module of its own
-init_on_device = on_device
 
 __getattr__ = refusing("deepspeed.utils")

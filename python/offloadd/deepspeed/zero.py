@@ -1,9 +1,9 @@
 """deepspeed.zero: construction in the pool, and access to whole parameters, which are whole always."""
 
 import contextlib
+import enum
 import functools
 import logging
-import sys
 import threading
 
 import torch
@@ -32,7 +32,7 @@ class Init(contextlib.ContextDecorator):
             comm.init_distributed()  # transformers asks for the rank while it loads
         self._config = config if config_dict_or_path is None else config_dict_or_path
         self._enabled = enabled and module is None and not is_disabled()
-        self._inner = None
+        self._inner = self._own_job = self._before = None
 
     def _options(self):
         imported = None
@@ -54,6 +54,7 @@ class Init(contextlib.ContextDecorator):
             self._own_job = options["job"]
         else:
             options["job"] = setup.name_beside_others(options["job"])
+        self._before = attaching.managed_tensors()
         self._inner = attaching.init(**options)
         self._inner.__enter__()
         self._inner.is_under_way = True
@@ -63,7 +64,10 @@ class Init(contextlib.ContextDecorator):
         inner, self._inner = self._inner, None
         if inner is not None:
             inner.is_under_way = False
-            return inner.__exit__(*failure)
+            inner.__exit__(*failure)
+            # Lightning opens one around each fit() and test(), also of modules that are there already.
+            if failure[0] is None and inner.leave_if_empty(self._before) and self._own_job is not None:
+                setup.jobs.delete(inner.options["nvme_path"], self._own_job)
 
 
 def _bits(tensor):
@@ -161,6 +165,12 @@ class GatheredParameters:
         return False
 
 
+@contextlib.contextmanager
+def unwrap_model_for_generation(model):
+    with GatheredParameters(model.parameters()):
+        yield model
+
+
 def is_zero_param(parameter):
     """Whether it has DeepSpeed's marks of a parameter in parts: none has."""
     return False
@@ -189,13 +199,30 @@ def zero_wrapper_for_fp_tensor_constructor(function, target_fp_dtype=None):
     return call
 
 
-class ZeroParamStatus:
+class ZeroParamStatus(enum.Enum):
     AVAILABLE, NOT_AVAILABLE, INFLIGHT = 1, 2, 3
 
 
+class ZeroParamType(enum.Enum):
+    NORMAL, PARTITIONED, REMOTE = 1, 2, 3
+
+
+def _stay_whole(parameter, param_list=None, **options):
+    """parameter.all_gather() and parameter.partition()."""
+
+
+def _part_size(parameter):
+    return -(-parameter.numel() // comm.get_world_size())
+
+
 def show_status():
-    """trl asks parameters for it. One place for all, so that none is written with its parameter."""
-    torch.nn.Parameter.ds_status = ZeroParamStatus.AVAILABLE
+    """What libraries ask parameters for (trl, Lightning). One place for all, so that nothing is written with its parameter. There is no `ds_id`,
+    which parameters in parts have."""
+    kind = torch.nn.Parameter
+    kind.ds_status = ZeroParamStatus.AVAILABLE
+    kind.ds_numel, kind.ds_shape = property(torch.Tensor.numel), property(lambda parameter: parameter.shape)
+    kind.all_gather = kind.partition = _stay_whole
+    kind.partition_numel = _part_size
 
 
 class ParameterOffload:
@@ -223,7 +250,5 @@ def shutdown_init_context():
 
 
 restore_init_context = shutdown_init_context
-
-partition_parameters = sys.modules[__name__]  # in DeepSpeed a module of its own
 
 __getattr__ = refusing("deepspeed.zero")
