@@ -85,7 +85,7 @@ struct JobContext {
   uint32_t writes_in_flight = 0;
   uint32_t writes_aside = 0;  // of these: to places that are in no epoch (UpdateAhead)
   uint64_t outstanding = 0;
-  uint64_t scrubbing = 0;  // of these: to find rot, for which nobody waits
+  uint64_t scrubbing = 0;           // of these: to find rot, for which nobody waits
   CoreTime computed;                // by workers, all together
   double room_timeout_seconds = 0;  // after which an acquire that nothing can serve fails
   absl::Status failure;

@@ -38,7 +38,7 @@ RESTRICTED = {
     "offload/torch": r"(zero3/torch|examples)/|tests/",
     "liburing.h": r"aio/uring_",
     "seccomp.h": r"offloadd/sandbox(_test)?\.cc",
-    "cuda": r"kernels/.*\.cu|accelerator/cuda_(accelerator|calls|peers)\.(h|cc)",
+    "cuda": r"kernels/.*\.cu|accelerator/cuda_(accelerator|calls|calls_test|peers)\.(h|cc)",
     "nccl": r"accelerator/cuda_peers\.cc",
 }
 
