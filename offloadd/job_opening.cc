@@ -274,7 +274,7 @@ void Job::FinishOpening(Made& made) {
     for (uint32_t rank = 0; rank < std::min<size_t>(world_size(), states.size()); ++rank)
       trainer_states_[rank] = states[rank];
   }
-  io_engine_ = store_existed_ ? store_->device().engine() : scratch_->device().engine();
+  io_engine_ = store_existed_ ? store_->device().engine() : scratch_->device()->engine();
   header()->durable_step.store(step_, std::memory_order_relaxed);
   header()->updated_step.store(step_, std::memory_order_relaxed);
   opened_rates_ = made.rates;

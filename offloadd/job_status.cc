@@ -103,8 +103,9 @@ WorkDone Job::Work() const {
     if (rank != nullptr) proto::AddTo(work.sums, rank->sums());
   }
   work.sums = proto::DividedBy(work.sums, std::max<size_t>(1, ranks_.size()));
-  for (const aio::Device* device : {store_ != nullptr ? &store_->device() : nullptr,
-                                    scratch_ != nullptr ? &scratch_->device() : nullptr}) {
+  const auto scratch = scratch_ != nullptr ? scratch_->device() : nullptr;
+  for (const aio::Device* device :
+       {store_ != nullptr ? &store_->device() : nullptr, scratch.get()}) {
     if (device == nullptr) continue;
     work.bytes_read += device->counters().read_bytes.load(std::memory_order_relaxed);
     work.bytes_written += device->counters().written_bytes.load(std::memory_order_relaxed);
@@ -183,7 +184,7 @@ void Job::FillStatus(proto::v1::JobStatus* status) const {
     status->mutable_updates_ahead()->set_lost(executor_->lost_ahead());
   }
   if (store_ != nullptr) *status->add_devices() = DescribeDevice("store", store_->device());
-  if (scratch_ != nullptr) *status->add_devices() = DescribeDevice("scratch", scratch_->device());
+  if (scratch_ != nullptr) *status->add_devices() = DescribeDevice("scratch", *scratch_->device());
   if (store_ != nullptr) FillErrors(store_->error_counts(), status->mutable_store_errors());
   if (scrubber_ != nullptr) FillScrub(*scrubber_, status->mutable_scrub());
   if (!removed_files_.empty()) status->mutable_scrub()->add_bad_names(removed_files_);

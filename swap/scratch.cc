@@ -9,6 +9,7 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -62,15 +63,15 @@ struct Scratch::Impl {
         map(std::move(stripe_map)),
         options(std::move(scratch_options)),
         wakeup(std::move(scratch_wakeup)) {}
-  ~Impl() { Close(); }
+  ~Impl() { Drain(); }
 
   absl::Status Reserve(uint64_t bytes);
   // Makes a member's file hold its part of the first `bytes` bytes.
   absl::Status Allocate(uint32_t member, uint64_t bytes);
   absl::StatusOr<std::unique_ptr<aio::Device>> OpenMember(const Member& member) const;
   absl::StatusOr<std::unique_ptr<aio::Device>> OpenMembers(uint64_t bytes) const;
-  // Runs everything that is under way and gives the device up.
-  void Close();
+  // Runs everything that is under way.
+  void Drain();
   void Write(uint64_t offset_bytes, std::span<const std::byte> bytes, Done done);
   void Read(uint64_t offset_bytes, std::span<std::byte> bytes, Done done);
   // Forgets the checksums of all chunks that [offset, offset + size) touches.
@@ -94,15 +95,15 @@ struct Scratch::Impl {
   std::map<uint64_t, Chunk> chunks;  // by offset; disjoint
   std::deque<std::pair<Done, absl::Status>> deferred;
   Wakeup wakeup;
-  std::unique_ptr<aio::Device> device;
+  mutable std::mutex device_mutex;      // of the pointer, which other threads copy
+  std::shared_ptr<aio::Device> device;  // null at first only
   TransferWatch watch;
 };
 
-void Scratch::Impl::Close() {
+void Scratch::Impl::Drain() {
   if (device == nullptr) return;
   while (device->in_flight() > 0 || !deferred.empty()) Poll(/*wait=*/true);
   wakeup.Forget(device->event_fd());
-  device.reset();
 }
 
 std::string Scratch::Impl::Name() const {
@@ -160,8 +161,11 @@ absl::Status Scratch::Impl::Reserve(uint64_t bytes) {
     OFFLOAD_RETURN_IF_ERROR(Allocate(member, bytes));
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> grown, OpenMembers(bytes));
   OFFLOAD_RETURN_IF_ERROR(wakeup.Watch(grown->event_fd()));
-  Close();
-  device = std::move(grown);
+  Drain();
+  {
+    const std::lock_guard<std::mutex> lock(device_mutex);
+    device = std::move(grown);
+  }
   size_bytes = bytes;
   return absl::OkStatus();
 }
@@ -323,6 +327,9 @@ void Scratch::Read(uint64_t offset_bytes, std::span<std::byte> bytes, Done done)
 void Scratch::SetWatch(TransferWatch watch) { impl_->watch = std::move(watch); }
 size_t Scratch::Poll(bool wait) { return impl_->Poll(wait); }
 int Scratch::event_fd() const { return impl_->wakeup.fd(); }
-const aio::Device& Scratch::device() const { return *impl_->device; }
+std::shared_ptr<const aio::Device> Scratch::device() const {
+  const std::lock_guard<std::mutex> lock(impl_->device_mutex);
+  return impl_->device;
+}
 
 }  // namespace offload::swap

@@ -60,7 +60,8 @@ class Scratch {
 
   size_t Poll(bool wait);
   int event_fd() const;
-  const aio::Device& device() const;
+  // From any thread, also while another one runs Reserve(), which opens it anew. Never null.
+  std::shared_ptr<const aio::Device> device() const;
 
  private:
   struct Impl;

@@ -5,9 +5,11 @@
 #include <sys/resource.h>
 #include <sys/statvfs.h>
 
+#include <atomic>
 #include <csignal>
 #include <cstring>
 #include <optional>
+#include <thread>
 
 #include "base/error.h"
 #include "base/random.h"
@@ -163,6 +165,26 @@ TEST(ScratchTest, NeighboursKeepTheirChecksumsAndAreReadOneByOne) {
   EXPECT_EQ(Read(*scratch, 16384, bytes.span()), absl::OkStatus());
 }
 
+// As a job's status asks for it.
+TEST(ScratchTest, ItsDeviceIsThereWhileAnotherThreadMakesRoom) {
+  const TemporaryPool pool;
+  auto scratch = Scratch::Create({pool.path()}, {});
+  ASSERT_TRUE(scratch.ok()) << scratch.status();
+  std::atomic<bool> has_room = false;
+  std::thread grows([&] {
+    for (uint64_t mib = 1; mib <= 64; ++mib)
+      EXPECT_EQ((*scratch)->Reserve(mib << 20), absl::OkStatus());
+    has_room = true;
+  });
+  while (!has_room) {
+    const auto device = (*scratch)->device();
+    EXPECT_NE(device, nullptr);
+    if (device == nullptr) break;
+    EXPECT_EQ(device->counters().written_bytes.load(), 0u);
+  }
+  grows.join();
+}
+
 TEST(ScratchTest, GoesRoundAllPools) {
   const TemporaryPool first, second, third;
   auto scratch = Scratch::Create({first.path(), second.path(), third.path()}, {});
@@ -171,7 +193,7 @@ TEST(ScratchTest, GoesRoundAllPools) {
   const MappedRegion written = Buffer(5 << 20), got = Buffer(5 << 20);
   Random(2).Fill(written.span());
   ASSERT_EQ(Write(**scratch, 1 << 19, written.span()), absl::OkStatus());
-  EXPECT_EQ((*scratch)->device().counters().written_bytes.load(), uint64_t{5} << 20);
+  EXPECT_EQ((*scratch)->device()->counters().written_bytes.load(), uint64_t{5} << 20);
   ASSERT_EQ((*scratch)->Reserve(uint64_t{20} << 20), absl::OkStatus()) << "and keeps what it has";
   ASSERT_EQ(Read(**scratch, 1 << 19, got.span()), absl::OkStatus());
   EXPECT_EQ(std::memcmp(got.data(), written.data(), got.size()), 0);

@@ -309,7 +309,7 @@ std::vector<at::Tensor> ListNorm(at::TensorList tensors, const at::Scalar& order
       continue;
     }
     at::Tensor squares = values.as_strided({values.numel()}, {1}).flip(0);
-    if (values.element_size() < sizeof(float)) squares = squares.to(at::kFloat);
+    if (at::isReducedFloatingType(values.scalar_type())) squares = squares.to(at::kFloat);
     const at::Tensor sum = at::cumsum(squares * squares, 0).select(0, -1);
     norms.push_back(FromCpu(sum.sqrt().to(values.scalar_type())));
   }
