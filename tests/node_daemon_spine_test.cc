@@ -15,7 +15,15 @@
 namespace offload {
 namespace {
 
-class NodeDaemonTest : public SpineFixture {};
+class NodeDaemonTest : public SpineFixture {
+ protected:
+  // A job of the node's daemon whose step cannot end, since a weight is used for ever.
+  static void BeginEndlessStep(Job& job) {
+    ASSERT_NO_FATAL_FAILURE(job.Open());
+    ASSERT_TRUE(job.session().Acquire(0).ok());
+    job.Step();
+  }
+};
 
 TEST_F(NodeDaemonTest, NodeDaemonServesTwoJobsAndRefusesASecondRunOfOne) {
   NodeDaemon node;
@@ -61,9 +69,7 @@ TEST_F(NodeDaemonTest, StoppedRankCannotKeepATerminatedDaemonAlive) {
   job.UseNodeDaemon();
   {
     NodeDaemon node({"--drain-timeout", "0.2"});
-    ASSERT_NO_FATAL_FAILURE(job.Open());
-    ASSERT_TRUE(job.session().Acquire(0).ok());  // used for ever, so that the step cannot end
-    job.Step();
+    ASSERT_NO_FATAL_FAILURE(BeginEndlessStep(job));
     EXPECT_EQ(node.Terminate(), 1);
     EXPECT_EQ(ErrorIdOf(job.session().WaitDurable().status()), ErrorId::kDaemonLost);
     job.Leave();
@@ -81,9 +87,7 @@ TEST_F(NodeDaemonTest, WhileItDrainsItRefusesRanksAndASecondSignalEndsItAtOnce) 
   NodeDaemon node;
   Job job(pool_, "job", {.dtype = Dtype::kFloat32});
   job.UseNodeDaemon();
-  ASSERT_NO_FATAL_FAILURE(job.Open());
-  ASSERT_TRUE(job.session().Acquire(0).ok());  // used for ever, so that the step cannot end
-  job.Step();
+  ASSERT_NO_FATAL_FAILURE(BeginEndlessStep(job));
   node.Signal();
   absl::Status status;
   while (status.ok()) status = client::Session::Connect({.allow_private = false}).status();
@@ -98,9 +102,7 @@ TEST_F(NodeDaemonTest, WhoAsksWhileItDrainsIsToldThatItEnds) {
   NodeDaemon node;
   Job job(pool_, "job", {.dtype = Dtype::kFloat32});
   job.UseNodeDaemon();
-  ASSERT_NO_FATAL_FAILURE(job.Open());
-  ASSERT_TRUE(job.session().Acquire(0).ok());  // used for ever, so that the step cannot end
-  job.Step();
+  ASSERT_NO_FATAL_FAILURE(BeginEndlessStep(job));
   auto rank = tests::RawRank::Greet(node.socket_path());
   ASSERT_TRUE(rank.ok()) << rank.status();
   node.Signal();
