@@ -1458,14 +1458,20 @@ class Queue(torch.nn.Linear):
         return y
 
 
-def buffers_that_are_not_persistent_and_change_are_told_of(run, is_assigned):
-    model = run.make(lambda: Queue(is_assigned))
+def one_buffer_is_told_of(run, model, name, why):
+    """In one line of its training."""
     optimizer = AdamW(model.parameters(), 1e-2, fused=True)
     run.attach(model, optimizer)
     with Lines() as lines:
         told = run.steps(optimizer, lambda step: model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean(), steps=4)
     if run.offloaded:
-        assert [line.split()[2] for line in lines if "persistent=False" in line] == ["queue"], lines
+        assert [line.split()[2] for line in lines if why in line] == [name], lines
+    return told
+
+
+def buffers_that_are_not_persistent_and_change_are_told_of(run, is_assigned):
+    model = run.make(lambda: Queue(is_assigned))
+    told = one_buffer_is_told_of(run, model, "queue", "persistent=False")
     return told, model.queue
 
 
@@ -1495,12 +1501,7 @@ class Spectrum(torch.nn.Linear):
 def buffers_of_types_that_the_job_does_not_have_are_told_of(run):
     torch.manual_seed(0)
     model = Spectrum()  # casts would make it real
-    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
-    run.attach(model, optimizer)
-    with Lines() as lines:
-        told = run.steps(optimizer, lambda step: model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean(), steps=4)
-    if run.offloaded:
-        assert [line.split()[2] for line in lines if "and is torch.complex64" in line] == ["spectrum"], lines
+    told = one_buffer_is_told_of(run, model, "spectrum", "and is torch.complex64")
     return told, torch.view_as_real(model.spectrum)
 
 
