@@ -12,9 +12,9 @@
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
-#include "base/run_names.h"
 #include "base/status_macros.h"
 #include "client/rank_environment.h"
+#include "proto/pool_path.h"
 #include "swap/store.h"
 #include "tools/command.h"
 #include "tools/program.h"
@@ -135,7 +135,7 @@ class RunCommand : public Command {
     if (before != nullptr && *before != '\0') absl::StrAppend(&preload, ":", before);
     ::setenv("LD_PRELOAD", preload.c_str(), 1);
     // The program may change its folder.
-    ::setenv("OFFLOADD_POOL", AbsolutePools().c_str(), 1);
+    ::setenv("OFFLOADD_POOL", proto::AbsolutePools(pool_).c_str(), 1);
     ::setenv("OFFLOADD_RAM", ram_.c_str(), 1);
     ::setenv("OFFLOADD_JOB", job_.c_str(), 1);
     if (resume_) ::setenv("OFFLOADD_RESUME", "1", 1);
@@ -147,13 +147,6 @@ class RunCommand : public Command {
     ::execv(program.c_str(), arguments.data());
     return MakeError(ErrorId::kBadValue,
                      absl::StrCat(program, " cannot be started: ", ErrnoText(errno)));
-  }
-
-  std::string AbsolutePools() const {
-    std::string pools;
-    for (const std::string& each : SplitPools(pool_).value_or(std::vector<std::string>()))
-      absl::StrAppend(&pools, pools.empty() ? "" : ",", std::filesystem::absolute(each).string());
-    return pools;
   }
 
   std::string pool_, ram_, job_, born_above_;
