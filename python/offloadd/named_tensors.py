@@ -138,6 +138,7 @@ class Reassigned:
     def _tell_of_not_kept(self):
         """Once, of buffers that are in no state_dict(), or of types that the job does not have, and that training changes (a queue): not of those that the
         first step has filled (tables)."""
+        told = len(self._told)
         for place, key, seen in self._not_kept:
             module = place()
             buffer = module._buffers.get(key) if module is not None else None
@@ -150,7 +151,8 @@ class Reassigned:
                 self._tell((class_of(module), key), f"buffer {key} of {class_of(module)} changes while it is trained, and {why}: what it holds is not part of "
                            f"the job{whose}, and a run that is resumed begins without it. {way}, if the training depends on it")
             seen[:] = weakref.ref(buffer), buffer._version
-        self._not_kept = [each for each in self._not_kept if (place := each[0]()) is not None and (class_of(place), each[1]) not in self._told]
+        if len(self._told) > told:  # of these nothing more
+            self._not_kept = [each for each in self._not_kept if (place := each[0]()) is not None and (class_of(place), each[1]) not in self._told]
 
     def take_alike(self, engine):
         """Buffers that others like them have replaced."""
