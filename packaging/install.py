@@ -1,4 +1,5 @@
-"""Puts a built offload into a prefix: library, headers, programs, CMake package, pkg-config file, man pages.
+"""Puts a built offload into a prefix: library, headers, programs, CMake package, pkg-config file, man pages,
+what shells complete.
 
 Usage: install.py --prefix DIR --library FILE --preloaded FILE --plugin FILE --header FILE [--header FILE …] --daemon FILE --tool FILE --version-header FILE
 
@@ -78,6 +79,18 @@ def link(target, name):
     os.symlink(target, name)
 
 
+def put_completions(tool, share):
+    """Puts what shells complete of the installed tool where each looks for it."""
+    for shell, name in (("bash", "bash-completion/completions/offloadctl"), ("zsh", "zsh/site-functions/_offloadctl"),
+                        ("fish", "fish/vendor_completions.d/offloadctl.fish")):
+        script = os.path.join(share, name)
+        os.makedirs(os.path.dirname(script), exist_ok=True)
+        with open(script + ".new", "w", encoding="utf-8") as file:
+            subprocess.run([tool, "completion", shell], check=True, stdout=file)
+        os.chmod(script + ".new", 0o644)
+        os.replace(script + ".new", script)
+
+
 def install(options):
     """Does what the module says."""
     torch = torch_folder(options.library)
@@ -100,6 +113,7 @@ def install(options):
     put_filled(os.path.join(HERE, "offload.pc.in"), under("lib", "pkgconfig", "offload.pc"), values)
     put_filled(os.path.join(HERE, "offloadctl.1"), under("share", "man", "man1", "offloadctl.1"), values)
     put_filled(os.path.join(HERE, "offloadd.8"), under("share", "man", "man8", "offloadd.8"), values)
+    put_completions(under("bin", "offloadctl"), under("share"))
     print(f"offload {values['VERSION']} for libtorch {values['TORCH_VERSION']} is in {options.prefix}", file=sys.stderr)
 
 

@@ -59,6 +59,11 @@ class InstallTest(unittest.TestCase):
         plugin = os.path.join(self.prefix, "lib", "liboffload_cuda.so")
         self.assertIn("offload_cuda_open", call("nm", "--dynamic", "--defined-only", plugin))
 
+    def test_bash_completes_the_installed_tool(self):
+        script = os.path.join(self.prefix, "share", "bash-completion", "completions", "offloadctl")
+        words = 'source "$1"; COMP_CWORD=1; _offloadctl offloadctl do offloadctl; echo "${COMPREPLY[@]}"'
+        self.assertEqual(call("bash", "-c", words, "bash", script), "doctor\n")
+
     def test_a_trainer_of_ones_own_is_built_with_cmake_and_resumes(self):
         build, pool = os.path.join(self.folder, "build"), os.path.join(self.folder, "pool")
         os.mkdir(pool)

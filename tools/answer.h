@@ -21,7 +21,8 @@ enum ExitCode : int {
   kDoesNotFit = 3,   // or a check failed
   kUnreachable = 4,  // no daemon answers
   kTimeout = 5,
-  kDamaged = 6,  // data on the drive
+  kDamaged = 6,       // data on the drive
+  kNotStarted = 125,  // of `run`, whose codes are otherwise the program's
 };
 
 // The exit code that a failed status stands for.

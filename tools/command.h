@@ -35,11 +35,12 @@ std::unique_ptr<Command> MakeListCommand();    // jobs.cc
 std::unique_ptr<Command> MakeRemoveCommand();  // jobs.cc
 std::unique_ptr<Command> MakeFsckCommand();    // fsck.cc
 std::unique_ptr<Command> MakeSnapshotCommand();
-std::unique_ptr<Command> MakeExportCommand();   // export.cc
-std::unique_ptr<Command> MakeImportCommand();   // import.cc
-std::unique_ptr<Command> MakeConfigCommand();   // config.cc
-std::unique_ptr<Command> MakeRunCommand();      // run.cc
-std::unique_ptr<Command> MakeExplainCommand();  // explain.cc
-std::unique_ptr<Command> MakeVersionCommand();  // explain.cc
+std::unique_ptr<Command> MakeExportCommand();      // export.cc
+std::unique_ptr<Command> MakeImportCommand();      // import.cc
+std::unique_ptr<Command> MakeConfigCommand();      // config.cc
+std::unique_ptr<Command> MakeRunCommand();         // run.cc
+std::unique_ptr<Command> MakeExplainCommand();     // explain.cc
+std::unique_ptr<Command> MakeCompletionCommand();  // completion.cc
+std::unique_ptr<Command> MakeVersionCommand();     // explain.cc
 
 }  // namespace offload::tools

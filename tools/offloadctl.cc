@@ -43,6 +43,7 @@ std::vector<std::unique_ptr<Command>> AllCommands() {
   commands.push_back(MakeConfigCommand());
   commands.push_back(MakeRunCommand());
   commands.push_back(MakeExplainCommand());
+  commands.push_back(MakeCompletionCommand());
   commands.push_back(MakeVersionCommand());
   return commands;
 }
@@ -57,7 +58,7 @@ class Printer {
     if (json_) {
       Json object = Header(command);
       object.update(answer->data);
-      if (!answer->problem.ok()) object["error"] = ErrorObject(answer->problem);
+      if (!answer->problem.ok()) object["error"] = ErrorObject(command, answer->problem);
       std::cout << object.dump(2, ' ', false, Json::error_handler_t::replace) << std::endl;
     } else if (answer->next && isatty(STDOUT_FILENO) == 1) {
       return Redraw(command, *answer);
@@ -84,24 +85,27 @@ class Printer {
   int PrintError(const std::string& command, const absl::Status& status) const {
     if (json_) {
       Json object = Header(command);
-      object["error"] = ErrorObject(status);
+      object["error"] = ErrorObject(command, status);
       std::cout << object.dump(2, ' ', false, Json::error_handler_t::replace) << std::endl;
     }
     std::cerr << status.message() << std::endl;
-    return ExitCodeOf(status);
+    return CodeOf(command, status);
   }
 
  private:
   static Json Header(const std::string& command) {
     return {{"schema_version", kSchemaVersion}, {"command", command}};
   }
-  static Json ErrorObject(const absl::Status& status) {
+  static ExitCode CodeOf(const std::string& command, const absl::Status& status) {
+    return command == "run" ? kNotStarted : ExitCodeOf(status);
+  }
+  static Json ErrorObject(const std::string& command, const absl::Status& status) {
     const std::optional<ErrorId> id = ErrorIdOf(status);
     Json object;
     object["id"] =
         id.has_value() ? Json(absl::StrCat("OFD-", static_cast<int>(*id))) : Json(nullptr);
     object["text"] = std::string(status.message());
-    object["exit_code"] = static_cast<int>(ExitCodeOf(status));
+    object["exit_code"] = static_cast<int>(CodeOf(command, status));
     return object;
   }
 

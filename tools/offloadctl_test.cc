@@ -187,6 +187,55 @@ TEST_F(OffloadctlTest, ExplainKnowsEveryIdentifierThatItLists) {
   EXPECT_NE(near.error.find("Did you mean OFD-1203?"), std::string::npos) << near.error;
 }
 
+TEST_F(OffloadctlTest, BashCompletesCommandsFlagsAndValuesAndLeavesFilesToItself) {
+  const std::string script = folder_ / "completion";
+  std::ofstream(script) << Run("completion bash").out
+                        << "COMP_WORDS=(\"$@\") COMP_CWORD=$(($# - 1))\n"
+                           "_offloadctl offloadctl \"${!#}\" \"${@:$COMP_CWORD:1}\"\n"
+                           "echo \"${COMPREPLY[@]}\"\n";
+  // What is there for the last of the words.
+  const auto completed = [&](const std::string& words) {
+    return Run(absl::StrCat(script, " offloadctl ", words), "", "bash").out;
+  };
+  EXPECT_EQ(completed("do"), "doctor\n");
+  EXPECT_EQ(completed("plan --opt"), "--optimizer\n");
+  EXPECT_EQ(completed("plan --optimizer ada"), "adamw adam adagrad\n");
+  EXPECT_EQ(completed("config ''"), "check dump import schema\n");
+  EXPECT_EQ(completed("config check ./"), "\n") << "a file";
+  EXPECT_EQ(completed("plan --safetensors ./"), "\n") << "a file";
+  EXPECT_EQ(completed("run --nvme-path /nvme0 -- ./tr"), "\n") << "a file";
+}
+
+TEST_F(OffloadctlTest, EveryShellCompletesWhatHelpLists) {
+  const Result help = Run("plan --help");
+  const std::string bash = Run("completion bash").out, zsh = Run("completion zsh").out,
+                    fish = Run("completion fish").out;
+  int flags = 0;
+  for (const std::string& line : std::vector<std::string>(absl::StrSplit(help.out, '\n'))) {
+    if (!absl::StartsWith(line, "  --")) continue;
+    const std::string flag = line.substr(2, line.find_first_of(" ,", 2) - 2);
+    EXPECT_NE(bash.find(flag), std::string::npos) << flag;
+    EXPECT_NE(zsh.find(absl::StrCat("'", flag)), std::string::npos) << flag;
+    EXPECT_NE(fish.find(absl::StrCat("-l ", flag.substr(2), " ")), std::string::npos) << flag;
+    ++flags;
+  }
+  EXPECT_GT(flags, 15);
+  EXPECT_EQ(Run("completion tcsh").exit_code, 2);
+  for (const std::string shell : {"bash", "zsh", "fish"}) {
+    if (std::system(absl::StrCat("command -v ", shell, " >/dev/null").c_str()) != 0) continue;
+    const std::string script = folder_ / shell;
+    std::ofstream(script) << Run("completion " + shell).out;
+    EXPECT_EQ(Run("-n " + script, "", shell).exit_code, 0) << shell;
+  }
+}
+
+TEST_F(OffloadctlTest, RunHasACodeOfItsOwnForWhatIsNotTheProgramsEnd) {
+  const std::string flags = absl::StrCat("--nvme-path ", pool(), " --ram 1GiB");
+  EXPECT_EQ(Run("run " + flags + " -- ./no-such-trainer").exit_code, 125);
+  EXPECT_EQ(Run("run " + flags).exit_code, 125) << "no program";
+  EXPECT_EQ(RunJson("run", flags + " -- ./no-such-trainer", 125)["error"]["exit_code"], 125);
+}
+
 TEST_F(OffloadctlTest, ConfigCheckNamesLineColumnAndTheNearestKey) {
   const std::filesystem::path file = folder_ / "offloadd.toml";
   std::ofstream(file) << "job = \"run1\"\nmemory = { ram = \"1GiB\" }\n";
