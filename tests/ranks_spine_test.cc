@@ -21,8 +21,8 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/random.h"
-#include "proto/grpc_status.h"
 #include "proto/offload.grpc.pb.h"
+#include "tests/daemon_status.h"
 #include "tests/node_daemon.h"
 #include "tests/spine_fixture.h"
 
@@ -99,15 +99,9 @@ class RanksTest : public SpineFixture {
 
   // Until the daemon has one job, with so many ranks.
   static void WaitForRanks(int count) {
-    const std::string folder = std::filesystem::path(getenv("OFFLOADD_SOCKET")).parent_path();
-    const auto tool = proto::v1::Control::NewStub(grpc::CreateCustomChannel(
-        proto::ControlAddress(folder + "/control.sock"), grpc::InsecureChannelCredentials(),
-        proto::ControlChannelArguments()));
     proto::v1::StatusReply reply;
-    while (reply.jobs_size() == 0 || reply.jobs(0).ranks_size() < count) {
-      grpc::ClientContext context;
-      ASSERT_TRUE(tool->Status(&context, {}, &reply).ok());
-    }
+    while (reply.jobs_size() == 0 || reply.jobs(0).ranks_size() < count)
+      reply = StatusOfDaemon(getenv("OFFLOADD_SOCKET"));
   }
   // A session that has not opened a job.
   static std::unique_ptr<client::Session> Connect(const client::World& world) {
