@@ -14,7 +14,7 @@
 //   operations; it must neither
 //     call Poll() nor destroy the device.
 //
-// Thread safety: one thread per Device. counters() may be read from any thread.
+// Thread safety: one thread per Device. counters() and in_flight() may be read from any thread.
 #pragma once
 
 #include <sys/uio.h>
@@ -131,7 +131,7 @@ class Device {
   // callbacks start meanwhile are refused with CANCELLED.
   void Drain();
 
-  size_t in_flight_ = 0;
+  std::atomic<size_t> in_flight_{0};  // changed by the device's thread only
   Counters counters_;
 
  private:

@@ -332,7 +332,7 @@ absl::Status ControlClient::Seal(
     v1::SealProgress message;
     while (stream->Read(&message)) {
       done = message.done();
-      if (progress) progress(message.bytes_formatted(), message.bytes_total());
+      if (progress && !done) progress(message.bytes_formatted(), message.bytes_total());
     }
     return stream->Finish();
   }));

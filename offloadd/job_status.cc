@@ -155,7 +155,8 @@ void Job::FillStatus(proto::v1::JobStatus* status) const {
   status->set_ram_bytes(ram_bytes_);
   uint64_t allocated_bytes = slab_.AllocatedBytes().value_or(0);
   for (const std::unique_ptr<Rank>& rank : ranks_) {
-    if (rank == nullptr) continue;
+    // Another thread may be making it.
+    if (rank == nullptr || context_.ranks[rank->number()].region == nullptr) continue;
     allocated_bytes += rank->region().AllocatedBytes().value_or(0);
   }
   status->set_allocated_bytes(allocated_bytes);

@@ -300,7 +300,7 @@ class Store {
   // What Open found damaged and took from its twin, a line each. On disk it has written only the
   // superblock's twin.
   const std::vector<std::string>& repairs() const;
-  ErrorCounts error_counts() const;
+  ErrorCounts error_counts() const;  // from any thread
 
   // Told of every Read, Write and Commit from now on. Null: nobody.
   void SetWatch(TransferWatch watch);

@@ -20,6 +20,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -225,7 +226,7 @@ struct Store::Impl {
 
   bool failed = false;
   absl::Status failure;
-  uint64_t checksum_mismatches = 0, lost_extents = 0;
+  std::atomic<uint64_t> checksum_mismatches{0}, lost_extents{0};
 
   std::deque<std::pair<Done, absl::Status>> deferred;
   size_t callbacks_run = 0;

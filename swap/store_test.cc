@@ -12,6 +12,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <thread>
 
 #include "aio/faulty_device.h"
 #include "base/crc32c.h"
@@ -19,6 +20,7 @@
 #include "swap/format.h"
 #include "swap/layout.h"
 #include "swap/store_fixture.h"
+#include "swap/verified_read.h"
 
 namespace offload::swap {
 namespace {
@@ -379,6 +381,31 @@ TEST(StoreTest, AFlippedBitOfAnExtentIsDetected) {
     }
   }
   EXPECT_EQ(CheckScript(*MustOpen(pool), 2), absl::OkStatus());
+}
+
+// As a job's status asks for it while its store is laid out anew.
+TEST(StoreTest, WhatItsDriveDoesIsToldWhileAnotherThreadReads) {
+  TemporaryPool pool;
+  MakeStore(pool, 2);
+  const Layout layout = *Layout::Make(SmallSpec());
+  const ExtentId id{0, Plane::kState0, 1};
+  Layout::Where where;
+  ASSERT_TRUE(layout.Find(id, &where));
+  for (uint32_t place = 0; place < 2; ++place)
+    Patch(pool.path() + "/job.offload")
+        .Flip(layout.PlaceOffset(place) + where.area_offset_bytes, 3);
+  auto store = MustOpen(pool);
+  constexpr uint64_t kReads = 20;
+  std::thread reads([&] {
+    const MappedRegion got = Buffer(where.size_bytes);
+    for (uint64_t i = 0; i < kReads; ++i) {
+      Stamp stamp = store->stamp(id);
+      EXPECT_EQ(IdOf(ReadVerified(*store, {id, got.data()}, &stamp)), ErrorId::kChecksum);
+    }
+  });
+  while (store->error_counts().lost_extents < kReads) EXPECT_LE(store->device().in_flight(), 1u);
+  reads.join();
+  EXPECT_EQ(store->error_counts().checksum_mismatches, kReads);
 }
 
 TEST(StoreTest, DamagedTwinsAreServedAndHealedByTheNextCommits) {

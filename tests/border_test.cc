@@ -14,6 +14,7 @@
 #include <functional>
 #include <future>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -526,6 +527,44 @@ TEST_F(BorderTest, ToolsSeeAJobKeepAndForgetItsSnapshotAndRemoveItWhenItIsClosed
     removed = remove_job();
   }
   EXPECT_TRUE(removed.ok()) << removed;
+}
+
+// What jobs do off their loops is beside the answers; for the thread sanitizer.
+TEST_F(BorderTest, ToolsMayAskWhileJobsAreOpenedFormattedAndLaidOutAnew) {
+  std::atomic<bool> is_over = false;
+  std::thread asks([&] {
+    const auto tool = Tool();
+    while (!is_over) {
+      grpc::ClientContext status_context, report_context;
+      v1::StatusReply status;
+      EXPECT_TRUE(Call(*tool, &Stub::Status, status_context, v1::StatusRequest(), &status).ok());
+      v1::ReportRequest request;
+      request.set_job("job");
+      const auto reader = tool->Report(&report_context, request);
+      v1::ReportPart part;
+      while (reader->Read(&part)) continue;
+      reader->Finish();  // there may be no such job
+    }
+  });
+  for (int i = 0; i < 4; ++i) {
+    {
+      RawRank rank = Published();
+      EXPECT_TRUE(Ask(rank, [](auto& stub, auto& context) {
+                    return ReserveScratch(stub, context, 8 << 20);
+                  }).ok());
+      EXPECT_TRUE(Ask(rank, CloseJob).ok());
+    }
+    {
+      RawRank rank = Opened();
+      EXPECT_TRUE(rank.Map().ok());
+      EXPECT_TRUE(rank.Seal(/*trainable=*/true).ok());
+      EXPECT_TRUE(Ask(rank, CloseJob).ok());
+    }
+    for (const auto& entry : std::filesystem::directory_iterator(pool_))
+      std::filesystem::remove(entry.path());
+  }
+  is_over = true;
+  asks.join();
 }
 
 }  // namespace

@@ -131,7 +131,11 @@ class Job {
     if (!info.ok()) return info.status();
     info_ = *info;
     absl::Status status = session_->DeclareTensors(catalogue_.tensors);
-    if (status.ok()) status = session_->Seal(variant_.optimizer, plan_, pins_offset_, nullptr);
+    to_format_.clear();
+    if (status.ok()) {
+      status = session_->Seal(variant_.optimizer, plan_, pins_offset_,
+                              [this](uint64_t, uint64_t total) { to_format_.push_back(total); });
+    }
     if (status.ok())
       status = session_->CountUses(proto::UseTimesOffset(pins_offset_, catalogue_.tensors.size()));
     step_ = info_.step;
@@ -360,6 +364,8 @@ class Job {
   }
   client::Session& session() { return *session_; }
   const client::JobInfo& info() const { return info_; }
+  // Bytes of the store that is made, as often as Open() was told of its progress.
+  const std::vector<uint64_t>& to_format() const { return to_format_; }
   uint64_t step() const { return step_; }
   const proto::Catalogue& catalogue() const { return catalogue_; }
   const proto::MemoryPlan& plan() const { return plan_; }
@@ -813,6 +819,7 @@ class Job {
   client::ConnectOptions connect_ = {.only_private = true};
   std::unique_ptr<client::Session> session_;
   client::JobInfo info_;
+  std::vector<uint64_t> to_format_;
   uint64_t step_ = 0;
   References references_;
   std::vector<References> history_;  // by step

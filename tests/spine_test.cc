@@ -168,6 +168,17 @@ TEST_F(SpineTest, BFloat16AdamWOverTwoPools) {
   pool_ = std::filesystem::path(first).parent_path();
 }
 
+TEST_F(SpineTest, OnlyAStoreThatIsMadeHasProgress) {
+  Job job(pool_, "job", {.dtype = Dtype::kFloat32});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  ASSERT_FALSE(job.to_format().empty());
+  for (const uint64_t bytes : job.to_format()) EXPECT_GT(bytes, 0u);
+  job.Close();
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_TRUE(job.to_format().empty());
+  job.Close();
+}
+
 TEST_F(SpineTest, KilledDaemonResumesAtAWholeStep) {
   Job job(pool_, "job", {.dtype = Dtype::kBFloat16, .state_resident = 1});
   ASSERT_NO_FATAL_FAILURE(job.Open());
