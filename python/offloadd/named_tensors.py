@@ -106,7 +106,8 @@ class Reassigned:
     def _at(place, kind, key):
         """What is there; None where the module is gone."""
         module = place()
-        return dict(getattr(module, kind).items()).get(key) if module is not None else None  # of a ScriptModule no dictionary
+        there = getattr(module, kind, {})
+        return there.get(key) if isinstance(there, dict) else dict(there.items()).get(key)  # of a ScriptModule no dictionary
 
     def buffers(self):
         """(name, tensor), as modules have them now."""

@@ -34,6 +34,8 @@ _NAMED = {torch.dtype: "dtype", torch.device: "device", torch.layout: "layout", 
 _ADDRESSES = 1 << 32  # and more: ids of objects
 # What a program makes anew, and no step changes.
 _AS_MADE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, functools.partial, type, logging.Logger)
+_text = json.JSONEncoder(separators=(",", ":")).encode
+_FLAGS = ("false", "true")
 _PARTS_MAX = 200_000  # that are described, with each step
 
 
@@ -99,8 +101,20 @@ def _tensors_of(module):
     return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
 
 
+def _array(texts):
+    return f"[{','.join(texts)}]"
+
+
+def _told(*values):
+    """Of what texts tell, and lists of it."""
+    return _text(values)
+
+
 class Describer:
-    """Of one optimizer, as it is now. `names`: of the job's parameters, by id; `changed`: (id of the group, option) that steps have changed."""
+    """Of one optimizer, as it is now. `names`: of the job's parameters, by id; `changed`: (id of the group, option) that steps have changed.
+
+    Things are described by texts of JSON, which no collection looks at: with lists, those that a thousand parameters began took as long as the
+    step."""
 
     def __init__(self, names, changed):
         self.storages = []  # as bytes
@@ -113,16 +127,16 @@ class Describer:
     def of(self, optimizer):
         try:
             with torch.no_grad():
-                described = {"optimizer": self._optimizer(optimizer), "tensors": self._table}
+                described = f'{{"optimizer":{self._optimizer(optimizer)},"tensors":{_array(self._table)}}}'
         except NotKept:
             raise
         except Exception as error:  # of whatever it has that tells about itself: its steps go on
             raise NotKept(f"{self._where} cannot be looked at: {error}") from error
-        return _MAGIC + zlib.compress(json.dumps(described, separators=(",", ":")).encode(), 1)
+        return _MAGIC + zlib.compress(described.encode(), 1)
 
     def _optimizer(self, optimizer):
         if id(optimizer) in self._seen:
-            return ["again", self._seen[id(optimizer)]]
+            return _told("again", self._seen[id(optimizer)])
         if optimizer.state is not optimizer.state or optimizer.param_groups is not optimizer.param_groups:
             raise NotKept("its state or its groups are made anew whenever they are looked at")
         self._packages |= _packages_of(optimizer)
@@ -130,31 +144,33 @@ class Describer:
         groups = []
         for place, group in enumerate(optimizer.param_groups):
             self._where = f"option of group {place}"
-            groups.append([[key, self.value(value)] for key, value in group.items() if (id(group), key) in self._changed])
+            changed = {key: value for key, value in group.items() if (id(group), key) in self._changed}
+            groups.append(_array([f"[{self.value(key)},{self.value(value)}]" for key, value in changed.items()]))
         self._where = "its state"
-        state = None if id(optimizer.state) in self._seen else self.value(optimizer.state)
-        return ["optimizer", number, groups, state, self._attributes(optimizer)]
+        state = "null" if id(optimizer.state) in self._seen else self.value(optimizer.state)
+        return f'["optimizer",{number},{_array(groups)},{state},{self._attributes(optimizer)}]'
 
     def _attributes(self, thing):
         described = []
         for name, value in _own_attributes(thing).items():
             self._where = f"its attribute {name}"
             if not _is_as_made(value):
-                described.append([name, self._attribute(value)])
-        return described
+                described.append(f"[{_text(name)},{self._attribute(value)}]")
+        return _array(described)
 
     def _attribute(self, value):
         """Things that are filled where they are when a run goes on."""
         if isinstance(value, torch.optim.Optimizer):
             return self._optimizer(value)
         if _are_optimizers(value):
-            return ["several", [self._optimizer(each) for each in value]]
+            return f'["several",{_array([self._optimizer(each) for each in value])}]'
         if isinstance(value, torch.nn.Module):
-            return ["module", [[name, self.value(tensor)] for name, tensor in _tensors_of(value).items() if id(tensor) not in self._names]]
+            own = {name: tensor for name, tensor in _tensors_of(value).items() if id(tensor) not in self._names}
+            return f'["module",{_array([f"[{_text(name)},{self.value(tensor)}]" for name, tensor in own.items()])}]'
         if isinstance(value, torch.Generator):
-            return ["generator", self.value(value.get_state())]
+            return f'["generator",{self.value(value.get_state())}]'
         if isinstance(value, random.Random):
-            return ["random", self.value(value.getstate())]
+            return f'["random",{self.value(value.getstate())}]'
         return self._object(value) if _is_plain_object(value) else self.value(value)
 
     def _object(self, value, is_made_anew=False):
@@ -162,52 +178,52 @@ class Describer:
             if _is_as_made(each):  # nobody would make it
                 raise NotKept(f"{self._where} has a {_class_name(type(value))} with a function, {name}")
         if id(value) in self._seen:
-            return ["again", self._seen[id(value)]]
+            return _told("again", self._seen[id(value)])
         number = self._seen[id(value)] = len(self._seen)
-        return ["object", number, _class_name(type(value)), self._attributes(value)]
+        return f'["object",{number},{_text(_class_name(type(value)))},{self._attributes(value)}]'
 
     def value(self, value):
         kind, self._parts = type(value), self._parts + 1
         if self._parts > _PARTS_MAX:
             raise NotKept(f"{self._where} is one of more than {_PARTS_MAX:,} things")
         if kind is int and value in self._names:  # id(parameter)
-            return ["id", self._names[value]]
+            return _told("id", self._names[value])
         if kind in _PLAIN:
-            return value
+            return int.__repr__(value) if kind is int else _text(value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if kind in _CONTAINERS:
             return self._container(value, kind)
         if kind is tuple:
-            return ["tuple", [self.value(each) for each in value]]
+            return f'["tuple",{_array([self.value(each) for each in value])}]'
         if kind is complex:
-            return ["complex", value.real, value.imag]
+            return _told("complex", value.real, value.imag)
         if kind is bytes:
-            return ["bytes", base64.b64encode(value).decode()]
+            return _told("bytes", base64.b64encode(value).decode())
         if kind in _NAMED:
-            return [_NAMED[kind], str(value).removeprefix("torch.")]
+            return _told(_NAMED[kind], str(value).removeprefix("torch."))
         if isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
-            return ["number", value.dtype.str, base64.b64encode(value.tobytes()).decode()]
+            return _told("number", value.dtype.str, base64.b64encode(value.tobytes()).decode())
         if kind is numpy.ndarray and value.dtype.kind in "biufc":
-            return ["array", value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]
+            return _told("array", value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode())
         if isinstance(value, torch.Size):
-            return ["size", list(value)]
+            return _told("size", list(value))
         if kind.__module__.partition(".")[0] in self._packages:
             if isinstance(value, enum.Enum):
-                return ["enum", _class_name(kind), value.name]
+                return _told("enum", _class_name(kind), value.name)
             if _is_plain_object(value):
                 return self._object(value, is_made_anew=True)
         raise NotKept(f"{self._where} has a {kind.__module__}.{kind.__qualname__}")
 
     def _container(self, value, kind):
         if id(value) in self._seen:
-            return ["again", self._seen[id(value)]]
+            return _told("again", self._seen[id(value)])
         number = self._seen[id(value)] = len(self._seen)
         self._alive.append(value)
         if kind in (list, set, collections.deque):
             items = [self.value(each) for each in value]
         else:
-            items = [[self.value(key), self.value(each)] for key, each in value.items()]
+            items = [f"[{self.value(key)},{self.value(each)}]" for key, each in value.items()]
         for key in value if kind not in (list, collections.deque) else ():
             if type(key) is int and key >= _ADDRESSES and key not in self._names:
                 raise NotKept(f"{self._where} has a number for a key that is an address")
@@ -218,12 +234,12 @@ class Describer:
             further = getattr(value.default_factory, "__name__", None)
             if value.default_factory is not None and _FACTORIES.get(further) is not value.default_factory:
                 raise NotKept(f"{self._where} has a defaultdict of {value.default_factory}")
-        return [_CONTAINERS[kind], number, items, further]
+        return f'["{_CONTAINERS[kind]}",{number},{_array(items)},{_text(further)}]'
 
     def _tensor(self, tensor):
         if id(tensor) in self._names:
-            return ["parameter", self._names[id(tensor)]]
-        return ["tensor", self._row(tensor)]
+            return f'["parameter",{_text(self._names[id(tensor)])}]'
+        return f'["tensor",{self._row(tensor)}]'
 
     def _row(self, tensor):
         """Of the table."""
@@ -236,7 +252,7 @@ class Describer:
 
     def _described_sparse(self, tensor):
         """By the rows of its indices and its values, which come before its own."""
-        return ["sparse", self._row(tensor._indices()), self._row(tensor._values()), list(tensor.shape), tensor.is_coalesced()]
+        return _told("sparse", self._row(tensor._indices()), self._row(tensor._values()), list(tensor.shape), tensor.is_coalesced())
 
     def _described(self, tensor):
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided or tensor.is_quantized \
@@ -244,14 +260,18 @@ class Describer:
             raise NotKept(f"{self._where} has a {type(tensor).__name__} that is not an ordinary dense tensor")
         if served.managed(tensor):
             raise NotKept(f"{self._where} has a tensor over a weight or a gradient, not a copy of it")
-        return [self._storage(tensor), tensor.storage_offset(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride()),
-                tensor.requires_grad and tensor.is_leaf, isinstance(tensor, torch.nn.Parameter), str(tensor.device)]
+        is_parameter = type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
+        dtype, device = str(tensor.dtype).removeprefix("torch."), "cpu" if tensor.is_cpu else tensor.device
+        return (f'[{self._storage(tensor)},{tensor.storage_offset()},"{dtype}",{list(tensor.shape)},{list(tensor.stride())},'
+                f'{_FLAGS[tensor.requires_grad and tensor.is_leaf]},{_FLAGS[is_parameter]},"{device}"]')
 
     def _storage(self, tensor):
         storage = tensor.untyped_storage()
         number = self._by_storage.setdefault(storage._cdata, len(self.storages))
         if number == len(self.storages):
-            self.storages.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,)))
+            made = torch.ByteTensor(storage) if tensor.is_cpu else \
+                torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+            self.storages.append(made)
         return number
 
 

@@ -493,7 +493,8 @@ class _Replaced:
         if parameter.shape != self.own.shape or parameter.dtype != self.own.dtype:
             raise Error.of(1601, f"a parameter of {self.own.dtype}, shape {list(self.own.shape)}, has become one of {parameter.dtype}, shape "
                                  f"{list(parameter.shape)} (p.data = …, or a cast such as model.to(dtype))",
-                           "Change types and shapes before attach(); a model that casts parameters of its own has done so after one forward pass")
+                           "Change types and shapes before attach(). A model that casts parameters in its own forward pass (routers of experts) has done so "
+                           "after one: call it once before attach()")
         is_left = is_shared(self.own)
         if is_left and not (may_leave and self._leave_to_others(parameter)):
             raise Error.of(1601, f"a parameter of shape {list(parameter.shape)} was given another storage (p.data = x), and a tensor that was made of "

@@ -2,6 +2,7 @@
 
 import collections
 import enum
+import gc
 import json
 import os
 import random
@@ -592,6 +593,27 @@ def files_have_none_of_it(run):
 
 
 # ---- Refused -----------------------------------------------------------------------------------
+
+
+@case(types=("fp32",), memory=("double",))
+def a_thousand_parameters_leave_little_to_collect(run):
+    parameters = run.make(lambda: torch.nn.ParameterList(torch.nn.Parameter(torch.randn(8)) for _ in range(1000)))
+    optimizer = torch.optim.NAdam(parameters.parameters(), 1e-2)
+    run.attach(parameters, optimizer)
+    begun = []
+
+    def note(phase, _):
+        if phase == "start":
+            begun.append(phase)
+
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones(8)
+        begun.clear()
+        gc.callbacks.append(note)
+        optimizer.step()
+        gc.callbacks.remove(note)
+    assert len(begun) < 20, len(begun)
 
 
 def text_of_the_next_run(run, make, then=None):
