@@ -11,6 +11,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <offload/torch.h>
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -277,6 +278,11 @@ bool WasWritten(const Tensor& parameter, const InMemoryState& state) {
 const InMemoryState* InMemoryStates::StateOf(const Tensor& parameter) const {
   const auto found = states_.find(parameter.unsafeGetTensorImpl());
   return found == states_.end() ? nullptr : &found->second;
+}
+
+bool InMemoryStates::AreWithin(const std::unordered_set<const void*>& tensors) const {
+  return std::all_of(states_.begin(), states_.end(),
+                     [&](const auto& state) { return tensors.contains(state.first); });
 }
 
 Tensor InMemoryStates::Gather(const Tensor& parameter, const std::string& plane) const {

@@ -29,6 +29,7 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -62,6 +63,8 @@ class InMemoryStates {
   torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) const;
   // Calls of step() that returned.
   int64_t steps() const { return steps_; }
+  // Whether it has states of no other parameters.
+  bool AreWithin(const std::unordered_set<const void*>& tensors) const;
 
  private:
   friend class InMemoryOptimizer;

@@ -442,6 +442,7 @@ absl::Status TakeFirstRanks(TensorEngine& tensors, absl::Status own,
 }  // namespace
 
 size_t ModuleEngine::NextForeign(const std::string& optimizer) {
+  if (given_number_.has_value()) return *std::exchange(given_number_, std::nullopt);
   foreign_.push_back({.optimizer = optimizer});
   return foreign_.size() - 1;
 }
@@ -457,11 +458,19 @@ void ModuleEngine::AddForeign(size_t number, bool commits_itself,
 
 // Of what is updated in this process the daemon has the weight only.
 torch::Tensor ModuleEngine::Gather(const torch::Tensor& parameter, const std::string& plane) {
-  for (auto foreign = foreign_.rbegin(); foreign != foreign_.rend(); ++foreign) {
+  const bool is_weight = !parameter.defined() || plane == "weight" ||
+                         (plane == "master" && parameter.scalar_type() == MasterType(parameter));
+  for (auto foreign = foreign_.rbegin(); !is_weight && foreign != foreign_.rend(); ++foreign) {
     const std::shared_ptr<InMemoryOptimizer> in_process = foreign->in_process.lock();
-    if (plane != "weight" && parameter.defined() && in_process != nullptr &&
-        in_process->StateOf(parameter) != nullptr)
+    if (in_process != nullptr && in_process->StateOf(parameter) != nullptr)
       return in_process->Gather(parameter, plane);
+    if (foreign->stepped.contains(parameter.unsafeGetTensorImpl())) {
+      ThrowStatus(MakeError(
+          ErrorId::kBadValue,
+          absl::StrCat("what ", foreign->optimizer, " kept of a parameter of shape [",
+                       absl::StrJoin(parameter.sizes(), ", "), "] went with the optimizer"),
+          "Gather() it before the optimizer is destroyed, or \"weight\""));
+    }
   }
   return tensors_->Gather(parameter, plane);
 }
@@ -527,6 +536,14 @@ void ModuleEngine::GiveForeign(size_t number, torch::optim::Optimizer& optimizer
 void ModuleEngine::CommitForeign(size_t number, torch::optim::Optimizer& optimizer) {
   const TensorEngine::Turn turn = tensors_->TakeTurn();
   Foreign& foreign = foreign_.at(number);
+  if (const std::shared_ptr<InMemoryOptimizer> in_process = foreign.in_process.lock()) {
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        if (in_process->StateOf(parameter) != nullptr)
+          foreign.stepped.insert(parameter.unsafeGetTensorImpl());
+      }
+    }
+  }
   if (const absl::Status kept = Keep(number, optimizer); !kept.ok()) {
     const std::string reason(kept.message());
     tensors_->LeaveForeign(number, reason);
@@ -608,6 +625,11 @@ std::unique_ptr<torch::optim::Optimizer> ModuleEngine::MakeOptimizer(torch::nn::
   if (!modules_->IsEmpty() && spec.index() == tensors_->optimizer().index())
     spec.KeepToo(tensors_->optimizer());
   Attach(module, groups, spec);
+  for (const auto& group : groups) {
+    for (const at::Tensor& parameter : group.params()) {
+      for (Foreign& foreign : foreign_) foreign.stepped.erase(parameter.unsafeGetTensorImpl());
+    }
+  }
   return MakeOffloadOptimizer(tensors_, modules_, std::move(groups), std::move(optimizer));
 }
 

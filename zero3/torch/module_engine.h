@@ -17,12 +17,14 @@
 #include <offload/torch.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
+#include "zero3/torch/own_optimizer.h"
 #include "zero3/torch/tensor_engine.h"
 
 namespace offload::zero3 {
@@ -78,6 +80,7 @@ class ModuleEngine final : public Engine {
  public:
   explicit ModuleEngine(std::shared_ptr<TensorEngine> tensors)
       : tensors_(std::move(tensors)), begun_at_(tensors_->step()) {}
+  ~ModuleEngine() override { EndSteps(*this); }
 
   std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
                                                          ParameterGroups groups,
@@ -90,6 +93,8 @@ class ModuleEngine final : public Engine {
   bool HasForeign(size_t number) const;
   // The number of the next that runs in this process.
   size_t NextForeign(const std::string& optimizer);
+  // That will be this one: it takes the place of one that is dead.
+  void GiveNumber(size_t number) { given_number_ = number; }
   // The job knows of it from now on. `in_process`: one of ours behind it, or null; `has_masters`:
   // of 16-bit parameters.
   void AddForeign(size_t number, bool commits_itself,
@@ -173,9 +178,12 @@ class ModuleEngine final : public Engine {
     bool commits_itself = false;                  // libtorch's own
     bool has_told = false;                        // why what it keeps is not the job's
     size_t file_bytes = 0;                        // of what it kept last
+    // Those that in_process has stepped, and no optimizer in the daemon since (TensorImpl).
+    std::unordered_set<const void*> stepped;
   };
   std::vector<Foreign> foreign_;  // by their numbers
-  const int64_t begun_at_;        // the step that the job was at when this process opened it
+  std::optional<size_t> given_number_;
+  const int64_t begun_at_;  // the step that the job was at when this process opened it
   const std::shared_ptr<ModuleList> modules_ = std::make_shared<ModuleList>();
 };
 

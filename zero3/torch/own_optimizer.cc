@@ -53,6 +53,7 @@ struct Attached {
   std::unordered_set<const void*> parameters;  // TensorImpl
   std::shared_ptr<Optimizer> inner;            // null: libtorch's own step
   std::function<void(Optimizer&)> after;       // of a step; null: it is one of the job's
+  size_t number = 0;                           // of one that runs in this process
   std::shared_ptr<ProcessMemory> memory;       // for a step in this process, of a job
   absl::Status refusal;                        // of each step
   bool may_keep = false;                       // it has stepped, or has loaded a state
@@ -61,6 +62,9 @@ struct Attached {
   ShownState shown;                            // since the last step
   std::vector<KeptState> left;                 // for libtorch's own steps after the engine
   std::exception_ptr failure;                  // why there is none
+  // Of a step; and whether its engine is about to be destroyed.
+  std::shared_ptr<std::recursive_mutex> stepping = std::make_shared<std::recursive_mutex>();
+  bool has_ended = false;
 };
 
 StateKeeper& KeeperOf(const Attached& attached) {
@@ -127,6 +131,12 @@ struct Left {
   std::unordered_set<const void*> stepped;  // of them: in this process
 };
 
+// Of a dead object that ran in this process, whose place one of its class and parameters takes.
+struct Former {
+  size_t number = 0;
+  bool has_stepped = false;
+};
+
 // Attached objects of engines that are there, and of closed ones while the objects live.
 class Table {
  public:
@@ -136,8 +146,19 @@ class Table {
     attached.own = attached.attached_at = &own;
     attached.type = &typeid(own);
     attached.parameters = ParametersOf(own);
+    std::erase_if(attached_, [&](const auto& other) { return IsFormer(other, attached); });
     attached_.push_back(std::make_shared<Attached>(std::move(attached)));
     SetMark(own, attached_.back());
+  }
+
+  std::optional<Former> FindFormer(const Engine& engine, const Optimizer& own) {
+    const Attached self{.engine = &engine, .type = &typeid(own), .parameters = ParametersOf(own)};
+    std::lock_guard lock(mutex_);
+    for (const std::shared_ptr<Attached>& attached : attached_) {
+      if (IsFormer(attached, self))
+        return Former{.number = attached->number, .has_stepped = attached->has_stepped};
+    }
+    return std::nullopt;
   }
 
   // Null: an ordinary object.
@@ -245,6 +266,20 @@ class Table {
     attached.parameters.insert(parameters.begin(), parameters.end());
   }
 
+  // Waits for the steps of other threads; no further one begins.
+  void EndSteps(const Engine& engine) {
+    std::vector<std::shared_ptr<Attached>> all;
+    {
+      std::lock_guard lock(mutex_);
+      std::copy_if(attached_.begin(), attached_.end(), std::back_inserter(all),
+                   [&engine](const auto& attached) { return attached->engine == &engine; });
+    }
+    for (const std::shared_ptr<Attached>& attached : all) {
+      const std::lock_guard step(*attached->stepping);
+      attached->has_ended = true;
+    }
+  }
+
   void Close(const Optimizer* attached_at, const Engine* engine) {
     const std::shared_ptr<Attached> attached = Take(attached_at, engine);
     if (attached == nullptr) return;
@@ -266,6 +301,10 @@ class Table {
   // Nobody but the table has it: no object's mark.
   static bool IsDead(const std::shared_ptr<Attached>& attached) {
     return attached.use_count() == 1;
+  }
+  static bool IsFormer(const std::shared_ptr<Attached>& attached, const Attached& of) {
+    return IsDead(attached) && attached->after != nullptr && attached->engine == of.engine &&
+           *attached->type == *of.type && attached->parameters == of.parameters;
   }
   static bool IsMarked(const Optimizer& own, const Attached& attached) {
     const StateMap& map = MapOf(own);
@@ -401,6 +440,8 @@ using LoadFunction = void (*)(Optimizer*, torch::serialize::InputArchive&);
 at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
   const std::shared_ptr<Attached> attached = OfProcess().Find(*own);
   if (attached == nullptr) return next(own, std::move(closure));
+  const std::lock_guard step(*attached->stepping);
+  if (attached->has_ended) ThrowStatus(SessionEnded("this optimizer"));
   ThrowIfError(attached->refusal);
   std::optional<ProcessMemory::Use> use;
   if (attached->memory != nullptr) use.emplace(attached->memory, /*inside_passes=*/true);
@@ -590,7 +631,9 @@ void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer&
   const Left left = OfProcess().FindLeft(engine, parameters);
   const bool follows = left.all.size() == parameters.size();
   const bool is_new = !left.all.empty() && engine.tensors().Succeed();
-  const size_t number = engine.NextForeign(c10::demangle(typeid(own).name()));
+  const std::optional<Former> former = OfProcess().FindFormer(engine, own);
+  const size_t number =
+      former.has_value() ? former->number : engine.NextForeign(c10::demangle(typeid(own).name()));
   // One of an earlier run that has lost what it kept. It may be there only for the next to follow.
   absl::Status refusal;
   const bool goes_on = left.stepped.size() < parameters.size() && !is_new;
@@ -613,10 +656,11 @@ void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer&
   OfProcess().Add(own, {.engine = &engine,
                         .inner = std::move(inner),
                         .after = commit,
+                        .number = number,
                         .memory = engine.tensors().process_memory(),
                         .refusal = std::move(refusal),
                         .may_keep = !states.empty(),
-                        .has_stepped = !states.empty()});
+                        .has_stepped = !states.empty() || (former && former->has_stepped)});
   if (!goes_on || !engine.HasForeign(number)) return;
   engine.GiveForeign(number, own);
   OfProcess().Find(own)->has_stepped = false;  // it has the job's state, as who comes after it may
@@ -634,6 +678,14 @@ bool BeginsAnew(ModuleEngine* engine, const Left& left) {
         successions + 1);
   }
   return false;
+}
+
+// The same of one that runs unmodified.
+bool FollowsAnew(Engine& engine, const std::optional<Former>& former) {
+  auto* const offloads = dynamic_cast<ModuleEngine*>(&engine);
+  if (offloads == nullptr || !former.has_value()) return BeginsAnew(offloads, {});
+  offloads->GiveNumber(former->number);
+  return offloads->tensors().Succeed() || former->has_stepped;
 }
 
 // Threads may attach at once. In memory engines have nothing to wait for: one turn for all.
@@ -672,12 +724,15 @@ void Divert(Optimizer& own, const Engine& engine, std::shared_ptr<Optimizer> inn
                         .may_keep = may_keep,
                         .has_stepped = has_state});
 }
-void Follow(Optimizer& own, const Engine& engine, std::function<void(Optimizer&)> after) {
+void Follow(Optimizer& own, const Engine& engine, size_t number, bool has_stepped,
+            std::function<void(Optimizer&)> after) {
   const auto* const offloads = dynamic_cast<const ModuleEngine*>(&engine);
   OfProcess().Add(own,
                   {.engine = &engine,
                    .after = std::move(after),
-                   .memory = offloads != nullptr ? offloads->tensors().process_memory() : nullptr});
+                   .number = number,
+                   .memory = offloads != nullptr ? offloads->tensors().process_memory() : nullptr,
+                   .has_stepped = has_stepped});
 }
 std::unique_ptr<Optimizer> MakeSparselyKept(Engine& engine, torch::nn::Module& module,
                                             const std::vector<OptimizerParamGroup>& groups,
@@ -712,6 +767,8 @@ static StateMap& StateToShow(Optimizer& own) {
   }
   return map;
 }
+
+void EndSteps(const Engine& engine) { OfProcess().EndSteps(engine); }
 
 void Undivert(const Optimizer* attached_at, const Engine& engine) {
   OfProcess().Close(attached_at, &engine);
@@ -753,14 +810,16 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
           "is registered twice), and each of its steps updates them twice");
     }
     zero3::Expect(*this, optimizer);
+    const auto former = zero3::OfProcess().FindFormer(*this, optimizer);
+    const bool begins_anew = zero3::FollowsAnew(*this, former);
     const size_t number = AttachForeign(
         module, shares ? zero3::OfProcess().WithoutOwned(*this, each_once) : each_once,
         c10::demangle(typeid(optimizer).name()), /*commits_itself=*/true);
-    zero3::Follow(optimizer, *this,
+    zero3::Follow(optimizer, *this, number, former && former->has_stepped,
                   [weak = weak_from_this(), number](torch::optim::Optimizer& stepped) {
                     if (const auto engine = weak.lock()) engine->CommitForeign(number, stepped);
                   });
-    GiveForeign(number, optimizer);
+    if (!begins_anew) GiveForeign(number, optimizer);
   } else if (auto* const offloads = dynamic_cast<zero3::ModuleEngine*>(this);
              named.has_value() && offloads != nullptr &&
              offloads->IsOfOtherKind(zero3::SpecOfAll(*named, groups))) {
