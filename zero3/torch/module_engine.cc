@@ -215,18 +215,16 @@ bool ModuleEngine::HasMasters(const ParameterGroups& groups) {
   return std::any_of(groups.begin(), groups.end(), has_master);
 }
 
-// Of a job that has a note of every optimizer that ran in its processes: there was no such one yet.
-static bool IsNew(const ForeignState* state, std::string_view trainer_state) {
-  return state == nullptr && trainer_state == kNotesForeign;
+bool ModuleEngine::IsNew(size_t number) const {
+  return tensors_->foreign(number) == nullptr &&
+         (tensors_->trainer_state() == kNotesForeign || tensors_->foreign(0) != nullptr);
 }
 
 absl::Status ModuleEngine::CheckResumes(const ParameterGroups& groups,
                                         const kernels::OptimizerSpec& optimizer,
                                         size_t number) const {
   const bool keeps = optimizer.KeepsAnything() || HasMasters(groups);
-  if (begun_at_ == 0 || !keeps || HasForeign(number) ||
-      IsNew(tensors_->foreign(number), tensors_->trainer_state()))
-    return absl::OkStatus();
+  if (begun_at_ == 0 || !keeps || HasForeign(number) || IsNew(number)) return absl::OkStatus();
   const std::string name(optimizer.name());
   const ForeignState* const state = tensors_->foreign(number);
   return MakeError(
@@ -498,12 +496,32 @@ absl::Status ModuleEngine::ForeignIsLost(size_t number) const {
 size_t ModuleEngine::AttachForeign(torch::nn::Module& module, ParameterGroups groups,
                                    const std::string& optimizer, bool commits_itself) {
   const size_t number = NextForeign(optimizer);
-  if (begun_at_ > 0 && !HasForeign(number) &&
-      !IsNew(tensors_->foreign(number), tensors_->trainer_state()))
-    ThrowStatus(ForeignIsLost(number));
+  if (begun_at_ > 0 && !HasForeign(number) && !IsNew(number)) ThrowStatus(ForeignIsLost(number));
   AttachWeights(module, groups);
+void ModuleEngine::ForgetForeign(size_t number) {
+  const ForeignState* const state = tensors_->foreign(number);
+  if (state == nullptr || state->described.empty()) return;
+  ThrowIfError(tensors_->KeepForeign(number, /*described=*/"", {}));
+}
+
+// A run that goes on and makes them in another order, or not all, gives one what another has kept.
+void ModuleEngine::TellOfMissingForeign() {
+  if (begun_at_ == 0 || std::exchange(foreign_.front().has_told_of_missing, true)) return;
+  for (size_t number = foreign_.size(); const ForeignState* const state = tensors_->foreign(number);
+       ++number) {
+    if (!state->is_kept || state->described.empty()) continue;
+    Log().warn(
+        "the job has what a further {} keeps that ran in the process of an earlier run, and that "
+        "this run has not attached before its first step: each gets what the one at its place has "
+        "kept, so make all of them in the order of that run",
+        state->optimizer);
+    return;
+  }
+}
+
   AddForeign(number, commits_itself);
   Log().info("{} runs in this process, weight by weight", optimizer);
+  TellOfMissingForeign();
   return number;
 }
 

@@ -91,6 +91,8 @@ class ModuleEngine final : public Engine {
   void CommitForeign(size_t number, torch::optim::Optimizer& optimizer) override;
   // Whether the job has what the optimizer of this number has kept.
   bool HasForeign(size_t number) const;
+  // What the job has of one that is dead: another takes its place, and begins anew.
+  void ForgetForeign(size_t number);
   // The number of the next that runs in this process.
   size_t NextForeign(const std::string& optimizer);
   // That will be this one: it takes the place of one that is dead.
@@ -150,6 +152,9 @@ class ModuleEngine final : public Engine {
   // Whether the job had steps when this process opened it.
   bool has_resumed() const { return begun_at_ > 0; }
   std::weak_ptr<TensorEngine> weak_tensors() const { return tensors_; }
+  // Of a job that has a note of every optimizer that ran in its processes: there was no such one.
+  bool IsNew(size_t number) const;
+  void TellOfMissingForeign();
 
  private:
   // OFD-1601 for a parameter of the groups that neither the module nor one before has.
@@ -169,6 +174,7 @@ class ModuleEngine final : public Engine {
   struct Foreign {
     // That whose masters its file does not have; or null.
     std::shared_ptr<InMemoryOptimizer> with_masters() const {
+    bool has_told_of_missing = false;             // of others than it
       return has_masters ? in_process.lock() : nullptr;
     }
 

@@ -48,20 +48,21 @@ struct Attached {
   uintptr_t mark = 0;
   const Engine* engine = nullptr;
   const Optimizer* attached_at = nullptr;
-  const std::type_info* type = nullptr;        // of the object
-  const Optimizer* own = nullptr;              // where it was last seen
-  std::unordered_set<const void*> parameters;  // TensorImpl
-  std::shared_ptr<Optimizer> inner;            // null: libtorch's own step
-  std::function<void(Optimizer&)> after;       // of a step; null: it is one of the job's
-  size_t number = 0;                           // of one that runs in this process
-  std::shared_ptr<ProcessMemory> memory;       // for a step in this process, of a job
-  absl::Status refusal;                        // of each step
-  bool may_keep = false;                       // it has stepped, or has loaded a state
-  bool has_stepped = false;                    // in this process, or has got a state
-  bool is_heir = false;                        // taken for another at the place of one that is dead
-  ShownState shown;                            // since the last step
-  std::vector<KeptState> left;                 // for libtorch's own steps after the engine
-  std::exception_ptr failure;                  // why there is none
+  const std::type_info* type = nullptr;          // of the object
+  const Optimizer* own = nullptr;                // where it was last seen
+  std::unordered_set<const void*> parameters;    // TensorImpl
+  std::vector<std::vector<const void*>> groups;  // of them, when it was attached
+  std::shared_ptr<Optimizer> inner;              // null: libtorch's own step
+  std::function<void(Optimizer&)> after;         // of a step; null: it is one of the job's
+  size_t number = 0;                             // of one that runs in this process
+  std::shared_ptr<ProcessMemory> memory;         // for a step in this process, of a job
+  absl::Status refusal;                          // of each step
+  bool may_keep = false;                         // it has stepped, or has loaded a state
+  bool has_stepped = false;                      // in this process, or has got a state
+  bool is_heir = false;         // taken for another at the place of one that is dead
+  ShownState shown;             // since the last step
+  std::vector<KeptState> left;  // for libtorch's own steps after the engine
+  std::exception_ptr failure;   // why there is none
   // Of a step; and whether its engine is about to be destroyed.
   std::shared_ptr<std::recursive_mutex> stepping = std::make_shared<std::recursive_mutex>();
   bool has_ended = false;
@@ -88,6 +89,16 @@ Function Next(const char* name) {
   void* const found = ::dlsym(RTLD_NEXT, name);
   OFFLOAD_CHECK(found != nullptr) << name;
   return reinterpret_cast<Function>(found);
+std::vector<std::vector<const void*>> GroupsOf(const Optimizer& optimizer) {
+  std::vector<std::vector<const void*>> groups;
+  for (const OptimizerParamGroup& group : optimizer.param_groups()) {
+    std::vector<const void*>& parameters = groups.emplace_back();
+    for (const at::Tensor& parameter : group.params())
+      parameters.push_back(parameter.unsafeGetTensorImpl());
+  }
+  return groups;
+}
+
 }
 
 // The object's own map: state() shows what the inner optimizer keeps.
@@ -131,7 +142,7 @@ struct Left {
   std::unordered_set<const void*> stepped;  // of them: in this process
 };
 
-// Of a dead object that ran in this process, whose place one of its class and parameters takes.
+// Of a dead object that ran in this process, whose place one of its class and groups takes.
 struct Former {
   size_t number = 0;
   bool has_stepped = false;
@@ -146,13 +157,16 @@ class Table {
     attached.own = attached.attached_at = &own;
     attached.type = &typeid(own);
     attached.parameters = ParametersOf(own);
-    std::erase_if(attached_, [&](const auto& other) { return IsFormer(other, attached); });
+    attached.groups = GroupsOf(own);
+    std::erase_if(attached_, [&](const auto& other) {
+      return IsFormer(other, attached) && other->number == attached.number;
+    });
     attached_.push_back(std::make_shared<Attached>(std::move(attached)));
     SetMark(own, attached_.back());
   }
 
   std::optional<Former> FindFormer(const Engine& engine, const Optimizer& own) {
-    const Attached self{.engine = &engine, .type = &typeid(own), .parameters = ParametersOf(own)};
+    const Attached self{.engine = &engine, .type = &typeid(own), .groups = GroupsOf(own)};
     std::lock_guard lock(mutex_);
     for (const std::shared_ptr<Attached>& attached : attached_) {
       if (IsFormer(attached, self))
@@ -304,7 +318,7 @@ class Table {
   }
   static bool IsFormer(const std::shared_ptr<Attached>& attached, const Attached& of) {
     return IsDead(attached) && attached->after != nullptr && attached->engine == of.engine &&
-           *attached->type == *of.type && attached->parameters == of.parameters;
+           *attached->type == *of.type && attached->groups == of.groups;
   }
   static bool IsMarked(const Optimizer& own, const Attached& attached) {
     const StateMap& map = MapOf(own);
@@ -819,7 +833,12 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
                   [weak = weak_from_this(), number](torch::optim::Optimizer& stepped) {
                     if (const auto engine = weak.lock()) engine->CommitForeign(number, stepped);
                   });
-    if (!begins_anew) GiveForeign(number, optimizer);
+    auto* const offloads = dynamic_cast<zero3::ModuleEngine*>(this);
+    if (!begins_anew) {
+      GiveForeign(number, optimizer);
+    } else if (offloads != nullptr) {
+      offloads->ForgetForeign(number);
+    }
   } else if (auto* const offloads = dynamic_cast<zero3::ModuleEngine*>(this);
              named.has_value() && offloads != nullptr &&
              offloads->IsOfOtherKind(zero3::SpecOfAll(*named, groups))) {
