@@ -371,7 +371,7 @@ Programs AnewPrograms() {
       Killed("anew_killed_overlapping", {3, 5}, 10, Overlapping),
       Killed("anew_killed_other_groups", {3, 6}, 11, OtherGroups),
       {"anew_sparse", SparseForEachEpoch, 0, true},
-      {"gather_of_what_is_dead", GatherOfWhatIsDead, 1002},
+      {"gather_of_what_is_dead", GatherOfWhatIsDead},
   };
 }
 

@@ -74,7 +74,9 @@ class InMemoryStates {
   int64_t steps_ = 0;
 };
 
-class InMemoryOptimizer final : public torch::optim::Optimizer, public StateKeeper {
+class InMemoryOptimizer final : public torch::optim::Optimizer,
+                                public StateKeeper,
+                                public MasterKeeper {
  public:
   // Errors as SpecOfAll.
   InMemoryOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups, NamedOptimizer optimizer,
@@ -89,11 +91,9 @@ class InMemoryOptimizer final : public torch::optim::Optimizer, public StateKeep
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
-  // Of 16-bit parameters: their masters, in the order of the groups; undefined before its first
-  // step, and of others.
-  std::vector<torch::Tensor> Masters() const;
-  // What Masters() gave in an earlier run. One whose cast is not the weight any more is not taken.
-  void TakeMasters(std::span<const torch::Tensor> masters);
+  // Of a parameter that was not updated yet there is none.
+  std::vector<torch::Tensor> Masters() const override;
+  bool TakeReadMasters(bool is_last) override;
 
   const std::shared_ptr<InMemoryStates>& states() const { return states_; }
   const InMemoryState* StateOf(const torch::Tensor& parameter) const {

@@ -97,11 +97,9 @@ class ModuleEngine final : public Engine {
   size_t NextForeign(const std::string& optimizer);
   // That will be this one: it takes the place of one that is dead.
   void GiveNumber(size_t number) { given_number_ = number; }
-  // The job knows of it from now on. `in_process`: one of ours behind it, or null; `has_masters`:
-  // of 16-bit parameters.
+  // The job knows of it from now on. `in_process`: one of ours behind it, or null.
   void AddForeign(size_t number, bool commits_itself,
-                  const std::shared_ptr<InMemoryOptimizer>& in_process = nullptr,
-                  bool has_masters = false);
+                  const std::shared_ptr<InMemoryOptimizer>& in_process = nullptr);
   // Whether an optimizer keeps other planes than the job's, which can run in this process then.
   bool IsOfOtherKind(const kernels::OptimizerSpec& optimizer) const;
   // Takes part like AttachForeign, with an optimizer of ours whose state is in memory.
@@ -152,11 +150,11 @@ class ModuleEngine final : public Engine {
   // Whether the job had steps when this process opened it.
   bool has_resumed() const { return begun_at_ > 0; }
   std::weak_ptr<TensorEngine> weak_tensors() const { return tensors_; }
+
+ private:
   // Of a job that has a note of every optimizer that ran in its processes: there was no such one.
   bool IsNew(size_t number) const;
   void TellOfMissingForeign();
-
- private:
   // OFD-1601 for a parameter of the groups that neither the module nor one before has.
   void CheckHas(const torch::nn::Module& module, const ParameterGroups& groups) const;
   void Attach(torch::nn::Module& module, const ParameterGroups& groups,
@@ -172,17 +170,11 @@ class ModuleEngine final : public Engine {
 
   const std::shared_ptr<TensorEngine> tensors_;
   struct Foreign {
-    // That whose masters its file does not have; or null.
-    std::shared_ptr<InMemoryOptimizer> with_masters() const {
-    bool has_told_of_missing = false;             // of others than it
-      return has_masters ? in_process.lock() : nullptr;
-    }
-
     std::string optimizer;                        // its class
     std::weak_ptr<InMemoryOptimizer> in_process;  // one of ours, which keeps its state
-    bool has_masters = false;                     // that one, of 16-bit parameters
     bool commits_itself = false;                  // libtorch's own
     bool has_told = false;                        // why what it keeps is not the job's
+    bool has_told_of_missing = false;             // of others than it
     size_t file_bytes = 0;                        // of what it kept last
     // Those that in_process has stepped, and no optimizer in the daemon since (TensorImpl).
     std::unordered_set<const void*> stepped;

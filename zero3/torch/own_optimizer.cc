@@ -74,6 +74,12 @@ StateKeeper& KeeperOf(const Attached& attached) {
   return *keeper;
 }
 
+MasterKeeper& MasterKeeperOf(const Attached& attached) {
+  auto* const keeper = dynamic_cast<MasterKeeper*>(attached.inner.get());
+  OFFLOAD_CHECK(keeper != nullptr) << "an optimizer of ours that has no masters";
+  return *keeper;
+}
+
 std::unordered_set<const void*> ParametersOf(const Optimizer& optimizer) {
   std::unordered_set<const void*> parameters;
   for (const OptimizerParamGroup& group : optimizer.param_groups()) {
@@ -83,12 +89,6 @@ std::unordered_set<const void*> ParametersOf(const Optimizer& optimizer) {
   return parameters;
 }
 
-// What libtorch has under a name.
-template <typename Function>
-Function Next(const char* name) {
-  void* const found = ::dlsym(RTLD_NEXT, name);
-  OFFLOAD_CHECK(found != nullptr) << name;
-  return reinterpret_cast<Function>(found);
 std::vector<std::vector<const void*>> GroupsOf(const Optimizer& optimizer) {
   std::vector<std::vector<const void*>> groups;
   for (const OptimizerParamGroup& group : optimizer.param_groups()) {
@@ -99,6 +99,12 @@ std::vector<std::vector<const void*>> GroupsOf(const Optimizer& optimizer) {
   return groups;
 }
 
+// What libtorch has under a name.
+template <typename Function>
+Function Next(const char* name) {
+  void* const found = ::dlsym(RTLD_NEXT, name);
+  OFFLOAD_CHECK(found != nullptr) << name;
+  return reinterpret_cast<Function>(found);
 }
 
 // The object's own map: state() shows what the inner optimizer keeps.
@@ -545,6 +551,7 @@ void Save(const Optimizer* own, torch::serialize::OutputArchive& archive, SaveFu
     const Lent lent(object, attached);
     if (attached->inner != nullptr) SetState(object, KeeperOf(*attached).GatherState());
     next(own, archive);
+    if (attached->inner != nullptr) WriteMasters(MasterKeeperOf(*attached), archive);
   }
   FollowHeld(object, *attached);
 }
@@ -552,12 +559,17 @@ void Save(const Optimizer* own, torch::serialize::OutputArchive& archive, SaveFu
 // Options come with the file; what it says of no parameter stays as it is, as in libtorch.
 void Load(Optimizer* own, torch::serialize::InputArchive& archive, LoadFunction next) {
   const std::shared_ptr<Attached> attached = OfProcess().Find(*own);
-  if (attached == nullptr) return next(own, archive);
+  if (attached == nullptr) {
+    next(own, archive);
+    return ReadMasters(*own, archive);  // it may be attached later
+  }
   TakeBack(*own, *attached);
   const Lent lent(*own, attached);
   next(own, archive);
   if (attached->inner == nullptr) return;
   KeeperOf(*attached).ReplaceState(StateOf(*own));
+  ReadMasters(*own, archive);
+  MasterKeeperOf(*attached).TakeReadMasters(/*is_last=*/false);
   attached->may_keep = attached->has_stepped = true;  // who comes after it begins anew
 }
 
@@ -653,14 +665,14 @@ void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer&
   const bool goes_on = left.stepped.size() < parameters.size() && !is_new;
   if (goes_on) refusal = engine.CheckResumes(groups, spec, number);
   if (!follows) ThrowIfError(refusal);
-  const bool has_masters = ModuleEngine::HasMasters(groups);
-  Expect(engine, own, has_masters);
+  Expect(engine, own, ModuleEngine::HasMasters(groups));
   {
     const Heritage heritage;
     engine.AttachInProcess(module, groups, spec);
   }
   auto inner = std::make_shared<InMemoryOptimizer>(groups, std::move(named));
-  engine.AddForeign(number, /*commits_itself=*/true, inner, has_masters);
+  engine.AddForeign(number, /*commits_itself=*/true, inner);
+  if (!goes_on) engine.ForgetForeign(number);
   if (!states.empty()) inner->ReplaceState(states);
   MapOf(own).clear();
   const auto commit = [weak = engine.weak_from_this(), number](Optimizer& stepped) {
