@@ -19,6 +19,7 @@
 
 #include "tests/battery_torch_growth.h"
 #include "tests/battery_torch_phases.h"
+#include "tests/battery_torch_trainers.h"
 #include "tests/torch_fixture.h"
 
 namespace offload::battery {
@@ -169,7 +170,7 @@ std::vector<Case> Cases() {
   std::vector<Case> cases;
   for (const auto programs :
        {ModulePrograms, LoopPrograms, EditPrograms, LifePrograms, StridePrograms, PhasePrograms,
-        GrowthPrograms, PaperPrograms, AnewPrograms}) {
+        GrowthPrograms, PaperPrograms, AnewPrograms, TrainerPrograms}) {
     for (Program& program : programs()) {
       cases.push_back({program, at::kFloat});
       if (program.fp32_only) continue;
