@@ -74,6 +74,7 @@ Programs EditPrograms();
 Programs LifePrograms();
 Programs StridePrograms();
 Programs PaperPrograms();
+Programs AnewPrograms();
 
 // ---- What many programs do ---------------------------------------------------------------------
 

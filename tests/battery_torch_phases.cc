@@ -43,6 +43,11 @@ std::unique_ptr<optim::Optimizer> Sgd(std::vector<Tensor> parameters) {
   return Make<optim::SGD>(std::move(parameters), optim::SGDOptions(0.05));
 }
 
+std::unique_ptr<optim::Optimizer> Lbfgs(std::vector<Tensor> parameters) {
+  return Make<optim::LBFGS>(std::move(parameters),
+                            optim::LBFGSOptions(0.1).max_iter(3).history_size(4));
+}
+
 // Two steps with each, which is destroyed before the next is made.
 Program InTurn(std::string name, std::vector<Maker> makers) {
   return {std::move(name), [makers](Run& run) {
@@ -304,6 +309,10 @@ Programs PhasePrograms() {
        [](Run& run) { ResumeBetweenPhases(run, Adam, RmsProp, "128MiB"); }},
       {"resumed_between_phases", [](Run& run) { ResumeBetweenPhases(run, Adam, SlowAdam); }},
       {"resumed_before_one_of_both", ResumeBeforeOneOfBoth},
+      {"lbfgs_for_each_epoch",
+       [](Run& run) {
+         OneForEachEpoch(run, {Lbfgs, Lbfgs, Lbfgs, Lbfgs});
+       }},
       {"another_kind_for_each_epoch",
        [](Run& run) {
          OneForEachEpoch(run, {Adam, Momentum, Momentum, Momentum});

@@ -19,6 +19,7 @@
 
 #include "tests/battery_torch_growth.h"
 #include "tests/battery_torch_phases.h"
+#include "tests/battery_torch_trainers.h"
 #include "tests/torch_fixture.h"
 
 namespace offload::battery {
@@ -167,8 +168,9 @@ TEST_P(BatteryTest, ComputesWhatItComputesInMemory) {
 std::vector<Case> Cases() {
   const bool in_every_type = getenv("OFFLOADD_LONG_TESTS") != nullptr;
   std::vector<Case> cases;
-  for (const auto programs : {ModulePrograms, LoopPrograms, EditPrograms, LifePrograms,
-                              StridePrograms, PhasePrograms, GrowthPrograms, PaperPrograms}) {
+  for (const auto programs :
+       {ModulePrograms, LoopPrograms, EditPrograms, LifePrograms, StridePrograms, PhasePrograms,
+        GrowthPrograms, PaperPrograms, AnewPrograms, TrainerPrograms}) {
     for (Program& program : programs()) {
       cases.push_back({program, at::kFloat});
       if (program.fp32_only) continue;

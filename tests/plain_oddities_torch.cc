@@ -259,6 +259,42 @@ void LoadedOptimizer(const Arguments& arguments) {
   Train(model, optimizer, arguments.loops.front());
 }
 
+// One optimizer after another, each of which reads what the last has written.
+void OneAfterAnother(const Arguments& arguments) {
+  Linear model(64, 64);
+  const auto make = [&model] {
+    return std::make_unique<SGD>(model->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9));
+  };
+  auto optimizer = make();
+  for (const int steps : arguments.loops) {
+    Train(model, *optimizer, steps);
+    torch::save(*optimizer, arguments.out);
+    optimizer.reset();
+    optimizer = make();
+    torch::load(*optimizer, arguments.out);
+    Train(model, *optimizer, steps);
+  }
+}
+
+// Memory of this process beside files, in KiB.
+int64_t OwnMemory() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with("RssAnon:")) return std::stoll(line.substr(8));
+  }
+  return 0;
+}
+void AnewForEachStep(const Arguments& arguments) {
+  Linear model(64, 64);
+  int64_t before = 0;
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9));
+    Train(model, optimizer, 1);
+    if (step == arguments.loops.front() / 5) before = OwnMemory();
+  }
+  std::cout << "grown " << OwnMemory() - before << " KiB\n";
+}
+
 class OwnSgd final : public SGD {
  public:
   using SGD::SGD;
@@ -791,6 +827,8 @@ int main(int argc, char** argv) {
       {"large", Large},
       {"used_at_the_end", UsedAtTheEnd},
       {"own_state", OwnState},
+      {"one_after_another", OneAfterAnother},
+      {"anew_for_each_step", AnewForEachStep},
       {"saved_optimizer", SavedOptimizer},
       {"loaded_optimizer", LoadedOptimizer},
   };

@@ -201,6 +201,17 @@ class UntouchedTest(unittest.TestCase):
         here = self.run_offloaded(TRAINERS["oddities"], "4", self.file("plain"), "loaded_optimizer", options=["--job", "loaded"])
         self.assertEqual((here.code, here.out), (0, plain.out), here.error)
 
+    def test_an_optimizer_that_follows_another_of_a_resumed_run_has_its_file(self):
+        self.check_oddity("one_after_another", steps=8)
+        resumed = self.oddity("one_after_another", options=["--resume"])
+        self.assertEqual(resumed.code, 0, resumed.error)
+        plain = self.plain("oddities", "4,4", self.file("plain"), "one_after_another")
+        self.assertEqual(resumed.steps(), plain.steps()[8:])
+
+    def test_an_optimizer_for_each_step_leaves_nothing(self):
+        result = self.expect_run(TRAINERS["oddities"], "1500", self.file("anew"), "anew_for_each_step")
+        self.assertLess(int(re.search(r"grown (-?\d+) KiB", result.out).group(1)), 300)
+
     def test_the_state_of_an_optimizer_is_seen_and_edits_of_it_count(self):
         self.check_oddity("own_state")
 

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <mutex>
 #include <optional>
+#include <unordered_set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -49,6 +50,7 @@ class InMemoryEngine final : public Engine {
  public:
   explicit InMemoryEngine(const Options& options)
       : destination_(DestinationOf(options.device)), averaging_(AveragingOf(options)) {}
+  ~InMemoryEngine() override { EndSteps(*this); }
 
   std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
                                                          ParameterGroups groups,
@@ -144,8 +146,22 @@ class InMemoryEngine final : public Engine {
     optimizer->param_groups().clear();
     for (const auto& group : groups) optimizer->add_param_group(group);
     Remember(module, groups);
+    ForgetFormer(groups);
     states_.push_back(dynamic_cast<const InMemoryOptimizer&>(*optimizer).states());
     return optimizer;
+  }
+  // What others kept of these parameters that are dead, as an offloaded job does.
+  void ForgetFormer(const ParameterGroups& groups) {
+    std::unordered_set<const void*> stepped;
+    for (const auto& group : groups) {
+      for (const at::Tensor& parameter : group.params())
+        stepped.insert(parameter.unsafeGetTensorImpl());
+    }
+    std::erase_if(states_, [&](const auto& states) {
+      const bool is_former = states.use_count() == 1 && states->AreWithin(stepped);
+      if (is_former) own_steps_ += states->steps();
+      return is_former;
+    });
   }
   void Remember(torch::nn::Module& module, const ParameterGroups& groups) {
     modules_.CheckFree(groups);
@@ -191,7 +207,7 @@ class InMemoryEngine final : public Engine {
   mutable std::mutex mutex_;  // threads may attach at once
   ModuleList modules_;
   std::vector<std::shared_ptr<InMemoryStates>> states_;  // one of each optimizer
-  int64_t own_steps_ = 0;                                // of optimizers that are not ours
+  int64_t own_steps_ = 0;                                // of optimizers that are not ours, or dead
   std::vector<NamedTensor> names_, buffers_;
   std::vector<at::Tensor> parameters_;  // each once
   std::unordered_set<const void*> known_;

@@ -11,6 +11,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <offload/torch.h>
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -228,6 +229,7 @@ Tensor InMemoryOptimizer::step(LossClosure closure) {
   const at::NoGradGuard no_gradients;
   TakeBackState(*this, *this);
   CheckEachOnce(param_groups_);
+  TakeReadMasters(/*is_last=*/true);
   for (const auto& group : param_groups_) {  // refused before anything is changed
     const OptimizerSpec optimizer = CheckedSpec(optimizer_, group.options());
     CheckKeeps(states_->kept_, optimizer);
@@ -277,6 +279,11 @@ bool WasWritten(const Tensor& parameter, const InMemoryState& state) {
 const InMemoryState* InMemoryStates::StateOf(const Tensor& parameter) const {
   const auto found = states_.find(parameter.unsafeGetTensorImpl());
   return found == states_.end() ? nullptr : &found->second;
+}
+
+bool InMemoryStates::AreWithin(const std::unordered_set<const void*>& tensors) const {
+  return std::all_of(states_.begin(), states_.end(),
+                     [&](const auto& state) { return tensors.contains(state.first); });
 }
 
 Tensor InMemoryStates::Gather(const Tensor& parameter, const std::string& plane) const {
@@ -355,38 +362,43 @@ std::vector<Tensor> InMemoryOptimizer::Masters() const {
   for (const auto& group : param_groups_) {
     for (const Tensor& parameter : group.params()) {
       const InMemoryState* const state = StateOf(parameter);
-      masters.push_back(state == nullptr || IsItsOwnMaster(parameter) ? Tensor() : state->master);
+      masters.push_back(state == nullptr || IsItsOwnMaster(parameter) || !state->master.defined()
+                            ? Tensor()
+                            : Gather(parameter, "master"));
     }
   }
   return masters;
 }
 
-// Whether it still is the weight's is looked at by the next step, as always.
-void InMemoryOptimizer::TakeMasters(std::span<const Tensor> masters) {
-  size_t number = 0;
+bool InMemoryOptimizer::TakeReadMasters(bool is_last) {
+  bool has_dropped = false;
+  if (!HasReadMasters()) return has_dropped;
   for (const auto& group : param_groups_) {
     for (const Tensor& parameter : group.params()) {
-      if (number >= masters.size()) return;
-      const Tensor& master = masters[number++];
-      if (!master.defined() || IsItsOwnMaster(parameter) || master.sizes() != parameter.sizes())
-        continue;
+      const ReadMaster read = TakeReadMaster(parameter, is_last);
+      has_dropped |= read.is_dropped;
+      if (!read.master.defined()) continue;
       InMemoryState& state = states_->states_[parameter.unsafeGetTensorImpl()];
-      state.master = master.to(MasterType(parameter));
+      state.master = read.master;
       state.version = static_cast<int64_t>(parameter._version());
     }
   }
+  return has_dropped;
 }
 
 void InMemoryOptimizer::save(torch::serialize::OutputArchive& archive) const {
   auto& self = const_cast<InMemoryOptimizer&>(*this);  // whose shown state is no part of its value
   TakeBackState(self, self);
   SaveState(*this, GatherState(), archive);
+  WriteMasters(*this, archive);
   ShowAgain(self, self, self.shown_);
 }
 
 void InMemoryOptimizer::load(torch::serialize::InputArchive& archive) {
   TakeBackState(*this, *this);
   LoadState(*this, archive, [this](std::span<const KeptState> states) { ReplaceState(states); });
+  ReadMasters(*this, archive);
+  TakeReadMasters(/*is_last=*/false);
 }
 
 void InMemoryOptimizer::ForEachWithGradient(absl::FunctionRef<void(Tensor& parameter)> work) {

@@ -29,6 +29,7 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -62,6 +63,8 @@ class InMemoryStates {
   torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) const;
   // Calls of step() that returned.
   int64_t steps() const { return steps_; }
+  // Whether it has states of no other parameters.
+  bool AreWithin(const std::unordered_set<const void*>& tensors) const;
 
  private:
   friend class InMemoryOptimizer;
@@ -71,7 +74,9 @@ class InMemoryStates {
   int64_t steps_ = 0;
 };
 
-class InMemoryOptimizer final : public torch::optim::Optimizer, public StateKeeper {
+class InMemoryOptimizer final : public torch::optim::Optimizer,
+                                public StateKeeper,
+                                public MasterKeeper {
  public:
   // Errors as SpecOfAll.
   InMemoryOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups, NamedOptimizer optimizer,
@@ -86,11 +91,9 @@ class InMemoryOptimizer final : public torch::optim::Optimizer, public StateKeep
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
-  // Of 16-bit parameters: their masters, in the order of the groups; undefined before its first
-  // step, and of others.
-  std::vector<torch::Tensor> Masters() const;
-  // What Masters() gave in an earlier run. One whose cast is not the weight any more is not taken.
-  void TakeMasters(std::span<const torch::Tensor> masters);
+  // Of a parameter that was not updated yet there is none.
+  std::vector<torch::Tensor> Masters() const override;
+  bool TakeReadMasters(bool is_last) override;
 
   const std::shared_ptr<InMemoryStates>& states() const { return states_; }
   const InMemoryState* StateOf(const torch::Tensor& parameter) const {

@@ -215,18 +215,16 @@ bool ModuleEngine::HasMasters(const ParameterGroups& groups) {
   return std::any_of(groups.begin(), groups.end(), has_master);
 }
 
-// Of a job that has a note of every optimizer that ran in its processes: there was no such one yet.
-static bool IsNew(const ForeignState* state, std::string_view trainer_state) {
-  return state == nullptr && trainer_state == kNotesForeign;
+bool ModuleEngine::IsNew(size_t number) const {
+  return tensors_->foreign(number) == nullptr &&
+         (tensors_->trainer_state() == kNotesForeign || tensors_->foreign(0) != nullptr);
 }
 
 absl::Status ModuleEngine::CheckResumes(const ParameterGroups& groups,
                                         const kernels::OptimizerSpec& optimizer,
                                         size_t number) const {
   const bool keeps = optimizer.KeepsAnything() || HasMasters(groups);
-  if (begun_at_ == 0 || !keeps || HasForeign(number) ||
-      IsNew(tensors_->foreign(number), tensors_->trainer_state()))
-    return absl::OkStatus();
+  if (begun_at_ == 0 || !keeps || HasForeign(number) || IsNew(number)) return absl::OkStatus();
   const std::string name(optimizer.name());
   const ForeignState* const state = tensors_->foreign(number);
   return MakeError(
@@ -364,37 +362,10 @@ class KeepsOptions {
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options_;
 };
 
-// Beside what libtorch writes: by their place in the groups.
-constexpr char kMasters[] = "offload_masters";
-
-void WriteMasters(const InMemoryOptimizer& optimizer, torch::serialize::OutputArchive& archive) {
-  torch::serialize::OutputArchive of_masters(archive.compilation_unit());
-  const std::vector<at::Tensor> masters = optimizer.Masters();
-  for (size_t i = 0; i < masters.size(); ++i) {
-    if (masters[i].defined()) of_masters.write(std::to_string(i), masters[i], /*is_buffer=*/true);
-  }
-  archive.write(kMasters, of_masters);
-}
-
-std::vector<at::Tensor> ReadMasters(torch::serialize::InputArchive& archive) {
-  std::vector<at::Tensor> masters;
-  torch::serialize::InputArchive of_masters;
-  if (!archive.try_read(kMasters, of_masters)) return masters;
-  for (const std::string& key : of_masters.keys()) {
-    size_t number = 0;
-    if (!absl::SimpleAtoi(key, &number)) continue;
-    masters.resize(std::max(masters.size(), number + 1));
-    of_masters.read(key, masters[number], /*is_buffer=*/true);
-  }
-  return masters;
-}
-
-FileBytes FileOf(torch::optim::Optimizer& optimizer, const InMemoryOptimizer* with_masters,
-                 size_t expected_bytes) {
+FileBytes FileOf(torch::optim::Optimizer& optimizer, size_t expected_bytes) {
   const WithoutScratch without(optimizer);
   torch::serialize::OutputArchive archive;
   optimizer.save(archive);
-  if (with_masters != nullptr) WriteMasters(*with_masters, archive);
   FileBytes file(expected_bytes);
   archive.save_to(
       [&file](const void* bytes, size_t size_bytes) { return file.Append(bytes, size_bytes); });
@@ -442,26 +413,33 @@ absl::Status TakeFirstRanks(TensorEngine& tensors, absl::Status own,
 }  // namespace
 
 size_t ModuleEngine::NextForeign(const std::string& optimizer) {
+  if (given_number_.has_value()) return *std::exchange(given_number_, std::nullopt);
   foreign_.push_back({.optimizer = optimizer});
   return foreign_.size() - 1;
 }
 
 void ModuleEngine::AddForeign(size_t number, bool commits_itself,
-                              const std::shared_ptr<InMemoryOptimizer>& in_process,
-                              bool has_masters) {
+                              const std::shared_ptr<InMemoryOptimizer>& in_process) {
   foreign_.at(number).commits_itself = commits_itself;
   foreign_.at(number).in_process = in_process;
-  foreign_.at(number).has_masters = has_masters;
   tensors_->AddForeign(number, foreign_.at(number).optimizer, commits_itself);
 }
 
 // Of what is updated in this process the daemon has the weight only.
 torch::Tensor ModuleEngine::Gather(const torch::Tensor& parameter, const std::string& plane) {
-  for (auto foreign = foreign_.rbegin(); foreign != foreign_.rend(); ++foreign) {
+  const bool is_weight = !parameter.defined() || plane == "weight" ||
+                         (plane == "master" && parameter.scalar_type() == MasterType(parameter));
+  for (auto foreign = foreign_.rbegin(); !is_weight && foreign != foreign_.rend(); ++foreign) {
     const std::shared_ptr<InMemoryOptimizer> in_process = foreign->in_process.lock();
-    if (plane != "weight" && parameter.defined() && in_process != nullptr &&
-        in_process->StateOf(parameter) != nullptr)
+    if (in_process != nullptr && in_process->StateOf(parameter) != nullptr)
       return in_process->Gather(parameter, plane);
+    if (foreign->stepped.contains(parameter.unsafeGetTensorImpl())) {
+      ThrowStatus(MakeError(
+          ErrorId::kBadValue,
+          absl::StrCat("what ", foreign->optimizer, " kept of a parameter of shape [",
+                       absl::StrJoin(parameter.sizes(), ", "), "] went with the optimizer"),
+          "Gather() it before the optimizer is destroyed, or \"weight\""));
+    }
   }
   return tensors_->Gather(parameter, plane);
 }
@@ -489,9 +467,7 @@ absl::Status ModuleEngine::ForeignIsLost(size_t number) const {
 size_t ModuleEngine::AttachForeign(torch::nn::Module& module, ParameterGroups groups,
                                    const std::string& optimizer, bool commits_itself) {
   const size_t number = NextForeign(optimizer);
-  if (begun_at_ > 0 && !HasForeign(number) &&
-      !IsNew(tensors_->foreign(number), tensors_->trainer_state()))
-    ThrowStatus(ForeignIsLost(number));
+  if (begun_at_ > 0 && !HasForeign(number) && !IsNew(number)) ThrowStatus(ForeignIsLost(number));
   AttachWeights(module, groups);
   AddForeign(number, commits_itself);
   Log().info("{} runs in this process, weight by weight", optimizer);
@@ -519,14 +495,42 @@ void ModuleEngine::GiveForeign(size_t number, torch::optim::Optimizer& optimizer
     options.emplace(optimizer);
   }
   optimizer.load(archive);
-  if (const auto inner = foreign_.at(number).with_masters())
-    inner->TakeMasters(ReadMasters(archive));
   tensors_->ForgetForeignBytes(number);
+}
+
+void ModuleEngine::ForgetForeign(size_t number) {
+  const ForeignState* const state = tensors_->foreign(number);
+  if (state == nullptr || state->described.empty()) return;
+  ThrowIfError(tensors_->KeepForeign(number, /*described=*/"", {}));
+}
+
+// A run that goes on and makes them in another order, or not all, gives one what another has kept.
+void ModuleEngine::TellOfMissingForeign() {
+  if (begun_at_ == 0 || std::exchange(foreign_.front().has_told_of_missing, true)) return;
+  for (size_t number = foreign_.size(); const ForeignState* const state = tensors_->foreign(number);
+       ++number) {
+    if (!state->is_kept || state->described.empty()) continue;
+    Log().warn(
+        "the job has what a further {} keeps that ran in the process of an earlier run, and that "
+        "this run has not attached before its first step: each gets what the one at its place has "
+        "kept, so make all of them in the order of that run",
+        state->optimizer);
+    return;
+  }
 }
 
 void ModuleEngine::CommitForeign(size_t number, torch::optim::Optimizer& optimizer) {
   const TensorEngine::Turn turn = tensors_->TakeTurn();
+  TellOfMissingForeign();
   Foreign& foreign = foreign_.at(number);
+  if (const std::shared_ptr<InMemoryOptimizer> in_process = foreign.in_process.lock()) {
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        if (in_process->StateOf(parameter) != nullptr)
+          foreign.stepped.insert(parameter.unsafeGetTensorImpl());
+      }
+    }
+  }
   if (const absl::Status kept = Keep(number, optimizer); !kept.ok()) {
     const std::string reason(kept.message());
     tensors_->LeaveForeign(number, reason);
@@ -547,7 +551,7 @@ absl::Status ModuleEngine::Keep(size_t number, torch::optim::Optimizer& optimize
   try {
     std::optional<EachNamedOnce> once;
     if (foreign.commits_itself) once.emplace(optimizer);
-    file = FileOf(optimizer, foreign.with_masters().get(), foreign.file_bytes);
+    file = FileOf(optimizer, foreign.file_bytes);
     if (IsEmpty(*file)) status = absl::FailedPreconditionError("its class has no save()");
   } catch (const c10::Error& error) {
     status = absl::FailedPreconditionError(
@@ -608,6 +612,11 @@ std::unique_ptr<torch::optim::Optimizer> ModuleEngine::MakeOptimizer(torch::nn::
   if (!modules_->IsEmpty() && spec.index() == tensors_->optimizer().index())
     spec.KeepToo(tensors_->optimizer());
   Attach(module, groups, spec);
+  for (const auto& group : groups) {
+    for (const at::Tensor& parameter : group.params()) {
+      for (Foreign& foreign : foreign_) foreign.stepped.erase(parameter.unsafeGetTensorImpl());
+    }
+  }
   return MakeOffloadOptimizer(tensors_, modules_, std::move(groups), std::move(optimizer));
 }
 

@@ -17,12 +17,14 @@
 #include <offload/torch.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
+#include "zero3/torch/own_optimizer.h"
 #include "zero3/torch/tensor_engine.h"
 
 namespace offload::zero3 {
@@ -78,6 +80,7 @@ class ModuleEngine final : public Engine {
  public:
   explicit ModuleEngine(std::shared_ptr<TensorEngine> tensors)
       : tensors_(std::move(tensors)), begun_at_(tensors_->step()) {}
+  ~ModuleEngine() override { EndSteps(*this); }
 
   std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
                                                          ParameterGroups groups,
@@ -88,13 +91,15 @@ class ModuleEngine final : public Engine {
   void CommitForeign(size_t number, torch::optim::Optimizer& optimizer) override;
   // Whether the job has what the optimizer of this number has kept.
   bool HasForeign(size_t number) const;
+  // What the job has of one that is dead: another takes its place, and begins anew.
+  void ForgetForeign(size_t number);
   // The number of the next that runs in this process.
   size_t NextForeign(const std::string& optimizer);
-  // The job knows of it from now on. `in_process`: one of ours behind it, or null; `has_masters`:
-  // of 16-bit parameters.
+  // That will be this one: it takes the place of one that is dead.
+  void GiveNumber(size_t number) { given_number_ = number; }
+  // The job knows of it from now on. `in_process`: one of ours behind it, or null.
   void AddForeign(size_t number, bool commits_itself,
-                  const std::shared_ptr<InMemoryOptimizer>& in_process = nullptr,
-                  bool has_masters = false);
+                  const std::shared_ptr<InMemoryOptimizer>& in_process = nullptr);
   // Whether an optimizer keeps other planes than the job's, which can run in this process then.
   bool IsOfOtherKind(const kernels::OptimizerSpec& optimizer) const;
   // Takes part like AttachForeign, with an optimizer of ours whose state is in memory.
@@ -147,6 +152,9 @@ class ModuleEngine final : public Engine {
   std::weak_ptr<TensorEngine> weak_tensors() const { return tensors_; }
 
  private:
+  // Of a job that has a note of every optimizer that ran in its processes: there was no such one.
+  bool IsNew(size_t number) const;
+  void TellOfMissingForeign();
   // OFD-1601 for a parameter of the groups that neither the module nor one before has.
   void CheckHas(const torch::nn::Module& module, const ParameterGroups& groups) const;
   void Attach(torch::nn::Module& module, const ParameterGroups& groups,
@@ -162,20 +170,18 @@ class ModuleEngine final : public Engine {
 
   const std::shared_ptr<TensorEngine> tensors_;
   struct Foreign {
-    // That whose masters its file does not have; or null.
-    std::shared_ptr<InMemoryOptimizer> with_masters() const {
-      return has_masters ? in_process.lock() : nullptr;
-    }
-
     std::string optimizer;                        // its class
     std::weak_ptr<InMemoryOptimizer> in_process;  // one of ours, which keeps its state
-    bool has_masters = false;                     // that one, of 16-bit parameters
     bool commits_itself = false;                  // libtorch's own
     bool has_told = false;                        // why what it keeps is not the job's
+    bool has_told_of_missing = false;             // of others than it
     size_t file_bytes = 0;                        // of what it kept last
+    // Those that in_process has stepped, and no optimizer in the daemon since (TensorImpl).
+    std::unordered_set<const void*> stepped;
   };
   std::vector<Foreign> foreign_;  // by their numbers
-  const int64_t begun_at_;        // the step that the job was at when this process opened it
+  std::optional<size_t> given_number_;
+  const int64_t begun_at_;  // the step that the job was at when this process opened it
   const std::shared_ptr<ModuleList> modules_ = std::make_shared<ModuleList>();
 };
 

@@ -14,6 +14,7 @@
 #include "base/byte_size.h"
 #include "base/error.h"
 #include "zero3/torch/dtypes.h"
+#include "zero3/torch/log.h"
 #include "zero3/torch/module_engine.h"
 #include "zero3/torch/process_memory.h"
 #include "zero3/torch/supported_model.h"
@@ -26,7 +27,9 @@ namespace {
 
 using torch::optim::OptimizerParamGroup;
 
-class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeeper {
+class OffloadOptimizer final : public torch::optim::Optimizer,
+                               public StateKeeper,
+                               public MasterKeeper {
  public:
   OffloadOptimizer(std::shared_ptr<TensorEngine> engine, std::shared_ptr<ModuleList> modules,
                    std::vector<OptimizerParamGroup> groups, NamedOptimizer optimizer)
@@ -53,6 +56,11 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
     TakeBackState(*this, *this);
     CheckEachOnce(param_groups());
     TakeWhatCame();
+    if (TakeReadMasters(/*is_last=*/true)) {
+      Log().warn(
+          "a file that an optimizer has read is of other 16-bit weights than the model has: what "
+          "it says of their fp32 masters is not taken. Load the model's file, too");
+    }
     std::vector<GroupUpdate> updates;
     for (const OptimizerParamGroup& group : param_groups())
       updates.push_back({GroupOf(group.options()), group.params()});
@@ -68,6 +76,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
 
   void BeginWith(std::vector<KeptState> states) override {
     CountEmptyAs(states);
+    if (engine_->step() > 0) ForgetReadMasters(*this);  // as what else a file had
     engine_->BeginWith(std::move(states));
   }
   // Those that will be trained and are frozen yet begin with nothing: the store gets room for all
@@ -115,11 +124,44 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
     auto& self = const_cast<OffloadOptimizer&>(*this);  // whose shown state is no part of its value
     TakeBackState(self, self);
     SaveState(*this, GatherState(), archive);
+    WriteMasters(*this, archive);
     ShowAgain(self, self, self.shown_);
   }
   void load(torch::serialize::InputArchive& archive) override {
     TakeBackState(*this, *this);
     LoadState(*this, archive, [this](std::span<const KeptState> states) { ReplaceState(states); });
+    ReadMasters(*this, archive);
+    TakeReadMasters(/*is_last=*/false);
+  }
+
+  std::vector<at::Tensor> Masters() const override {
+    std::vector<at::Tensor> masters;
+    const bool keeps_state = engine_->keeps_state();
+    const ProcessMemory::Use use(engine_->process_memory(), /*inside_passes=*/false);
+    for (const OptimizerParamGroup& group : param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        const bool has_master =
+            keeps_state && HasMaster(parameter) && engine_->update_count(parameter) > 0;
+        masters.push_back(has_master ? engine_->Gather(parameter, "master") : at::Tensor());
+      }
+    }
+    return masters;
+  }
+  bool TakeReadMasters(bool is_last) override {
+    bool has_dropped = false;
+    if (!HasReadMasters()) return has_dropped;
+    for (const OptimizerParamGroup& group : param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        if (!HasMaster(parameter)) continue;
+        const ReadMaster read = TakeReadMaster(parameter, is_last);
+        has_dropped |= read.is_dropped;
+        if (!read.master.defined()) continue;
+        KeptState state = engine_->GatherState(parameter);
+        state.master = read.master;
+        engine_->ReplaceState({&state, 1});
+      }
+    }
+    return has_dropped;
   }
 
  private:
@@ -189,6 +231,12 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
         ? engine_->Grow(modules_->NamesNow(), buffers)
         : engine_->Attach(modules_->NamesNow(), engine_->optimizer(), buffers, /*takes_now=*/true);
     modules_->Claim(param_groups());
+  }
+
+  bool HasMaster(const at::Tensor& parameter) const {
+    return parameter.numel() > 0 && !IsTable(parameter) &&
+           parameter.scalar_type() != MasterType(parameter) && engine_->Has(parameter) &&
+           !engine_->IsFrozen(parameter);
   }
 
   void CheckMayHold() const {

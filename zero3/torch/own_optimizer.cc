@@ -48,24 +48,35 @@ struct Attached {
   uintptr_t mark = 0;
   const Engine* engine = nullptr;
   const Optimizer* attached_at = nullptr;
-  const std::type_info* type = nullptr;        // of the object
-  const Optimizer* own = nullptr;              // where it was last seen
-  std::unordered_set<const void*> parameters;  // TensorImpl
-  std::shared_ptr<Optimizer> inner;            // null: libtorch's own step
-  std::function<void(Optimizer&)> after;       // of a step; null: it is one of the job's
-  std::shared_ptr<ProcessMemory> memory;       // for a step in this process, of a job
-  absl::Status refusal;                        // of each step
-  bool may_keep = false;                       // it has stepped, or has loaded a state
-  bool has_stepped = false;                    // in this process, or has got a state
-  bool is_heir = false;                        // taken for another at the place of one that is dead
-  ShownState shown;                            // since the last step
-  std::vector<KeptState> left;                 // for libtorch's own steps after the engine
-  std::exception_ptr failure;                  // why there is none
+  const std::type_info* type = nullptr;          // of the object
+  const Optimizer* own = nullptr;                // where it was last seen
+  std::unordered_set<const void*> parameters;    // TensorImpl
+  std::vector<std::vector<const void*>> groups;  // of them, when it was attached
+  std::shared_ptr<Optimizer> inner;              // null: libtorch's own step
+  std::function<void(Optimizer&)> after;         // of a step; null: it is one of the job's
+  size_t number = 0;                             // of one that runs in this process
+  std::shared_ptr<ProcessMemory> memory;         // for a step in this process, of a job
+  absl::Status refusal;                          // of each step
+  bool may_keep = false;                         // it has stepped, or has loaded a state
+  bool has_stepped = false;                      // in this process, or has got a state
+  bool is_heir = false;         // taken for another at the place of one that is dead
+  ShownState shown;             // since the last step
+  std::vector<KeptState> left;  // for libtorch's own steps after the engine
+  std::exception_ptr failure;   // why there is none
+  // Of a step; and whether its engine is about to be destroyed.
+  std::shared_ptr<std::recursive_mutex> stepping = std::make_shared<std::recursive_mutex>();
+  bool has_ended = false;
 };
 
 StateKeeper& KeeperOf(const Attached& attached) {
   auto* const keeper = dynamic_cast<StateKeeper*>(attached.inner.get());
   OFFLOAD_CHECK(keeper != nullptr) << "an optimizer of ours that keeps nothing";
+  return *keeper;
+}
+
+MasterKeeper& MasterKeeperOf(const Attached& attached) {
+  auto* const keeper = dynamic_cast<MasterKeeper*>(attached.inner.get());
+  OFFLOAD_CHECK(keeper != nullptr) << "an optimizer of ours that has no masters";
   return *keeper;
 }
 
@@ -76,6 +87,16 @@ std::unordered_set<const void*> ParametersOf(const Optimizer& optimizer) {
       parameters.insert(parameter.unsafeGetTensorImpl());
   }
   return parameters;
+}
+
+std::vector<std::vector<const void*>> GroupsOf(const Optimizer& optimizer) {
+  std::vector<std::vector<const void*>> groups;
+  for (const OptimizerParamGroup& group : optimizer.param_groups()) {
+    std::vector<const void*>& parameters = groups.emplace_back();
+    for (const at::Tensor& parameter : group.params())
+      parameters.push_back(parameter.unsafeGetTensorImpl());
+  }
+  return groups;
 }
 
 // What libtorch has under a name.
@@ -127,6 +148,12 @@ struct Left {
   std::unordered_set<const void*> stepped;  // of them: in this process
 };
 
+// Of a dead object that ran in this process, whose place one of its class and groups takes.
+struct Former {
+  size_t number = 0;
+  bool has_stepped = false;
+};
+
 // Attached objects of engines that are there, and of closed ones while the objects live.
 class Table {
  public:
@@ -136,8 +163,22 @@ class Table {
     attached.own = attached.attached_at = &own;
     attached.type = &typeid(own);
     attached.parameters = ParametersOf(own);
+    attached.groups = GroupsOf(own);
+    std::erase_if(attached_, [&](const auto& other) {
+      return IsFormer(other, attached) && other->number == attached.number;
+    });
     attached_.push_back(std::make_shared<Attached>(std::move(attached)));
     SetMark(own, attached_.back());
+  }
+
+  std::optional<Former> FindFormer(const Engine& engine, const Optimizer& own) {
+    const Attached self{.engine = &engine, .type = &typeid(own), .groups = GroupsOf(own)};
+    std::lock_guard lock(mutex_);
+    for (const std::shared_ptr<Attached>& attached : attached_) {
+      if (IsFormer(attached, self))
+        return Former{.number = attached->number, .has_stepped = attached->has_stepped};
+    }
+    return std::nullopt;
   }
 
   // Null: an ordinary object.
@@ -245,6 +286,20 @@ class Table {
     attached.parameters.insert(parameters.begin(), parameters.end());
   }
 
+  // Waits for the steps of other threads; no further one begins.
+  void EndSteps(const Engine& engine) {
+    std::vector<std::shared_ptr<Attached>> all;
+    {
+      std::lock_guard lock(mutex_);
+      std::copy_if(attached_.begin(), attached_.end(), std::back_inserter(all),
+                   [&engine](const auto& attached) { return attached->engine == &engine; });
+    }
+    for (const std::shared_ptr<Attached>& attached : all) {
+      const std::lock_guard step(*attached->stepping);
+      attached->has_ended = true;
+    }
+  }
+
   void Close(const Optimizer* attached_at, const Engine* engine) {
     const std::shared_ptr<Attached> attached = Take(attached_at, engine);
     if (attached == nullptr) return;
@@ -266,6 +321,10 @@ class Table {
   // Nobody but the table has it: no object's mark.
   static bool IsDead(const std::shared_ptr<Attached>& attached) {
     return attached.use_count() == 1;
+  }
+  static bool IsFormer(const std::shared_ptr<Attached>& attached, const Attached& of) {
+    return IsDead(attached) && attached->after != nullptr && attached->engine == of.engine &&
+           *attached->type == *of.type && attached->groups == of.groups;
   }
   static bool IsMarked(const Optimizer& own, const Attached& attached) {
     const StateMap& map = MapOf(own);
@@ -401,6 +460,8 @@ using LoadFunction = void (*)(Optimizer*, torch::serialize::InputArchive&);
 at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
   const std::shared_ptr<Attached> attached = OfProcess().Find(*own);
   if (attached == nullptr) return next(own, std::move(closure));
+  const std::lock_guard step(*attached->stepping);
+  if (attached->has_ended) ThrowStatus(SessionEnded("this optimizer"));
   ThrowIfError(attached->refusal);
   std::optional<ProcessMemory::Use> use;
   if (attached->memory != nullptr) use.emplace(attached->memory, /*inside_passes=*/true);
@@ -490,6 +551,7 @@ void Save(const Optimizer* own, torch::serialize::OutputArchive& archive, SaveFu
     const Lent lent(object, attached);
     if (attached->inner != nullptr) SetState(object, KeeperOf(*attached).GatherState());
     next(own, archive);
+    if (attached->inner != nullptr) WriteMasters(MasterKeeperOf(*attached), archive);
   }
   FollowHeld(object, *attached);
 }
@@ -497,12 +559,17 @@ void Save(const Optimizer* own, torch::serialize::OutputArchive& archive, SaveFu
 // Options come with the file; what it says of no parameter stays as it is, as in libtorch.
 void Load(Optimizer* own, torch::serialize::InputArchive& archive, LoadFunction next) {
   const std::shared_ptr<Attached> attached = OfProcess().Find(*own);
-  if (attached == nullptr) return next(own, archive);
+  if (attached == nullptr) {
+    next(own, archive);
+    return ReadMasters(*own, archive);  // it may be attached later
+  }
   TakeBack(*own, *attached);
   const Lent lent(*own, attached);
   next(own, archive);
   if (attached->inner == nullptr) return;
   KeeperOf(*attached).ReplaceState(StateOf(*own));
+  ReadMasters(*own, archive);
+  MasterKeeperOf(*attached).TakeReadMasters(/*is_last=*/false);
   attached->may_keep = attached->has_stepped = true;  // who comes after it begins anew
 }
 
@@ -590,20 +657,22 @@ void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer&
   const Left left = OfProcess().FindLeft(engine, parameters);
   const bool follows = left.all.size() == parameters.size();
   const bool is_new = !left.all.empty() && engine.tensors().Succeed();
-  const size_t number = engine.NextForeign(c10::demangle(typeid(own).name()));
+  const std::optional<Former> former = OfProcess().FindFormer(engine, own);
+  const size_t number =
+      former.has_value() ? former->number : engine.NextForeign(c10::demangle(typeid(own).name()));
   // One of an earlier run that has lost what it kept. It may be there only for the next to follow.
   absl::Status refusal;
   const bool goes_on = left.stepped.size() < parameters.size() && !is_new;
   if (goes_on) refusal = engine.CheckResumes(groups, spec, number);
   if (!follows) ThrowIfError(refusal);
-  const bool has_masters = ModuleEngine::HasMasters(groups);
-  Expect(engine, own, has_masters);
+  Expect(engine, own, ModuleEngine::HasMasters(groups));
   {
     const Heritage heritage;
     engine.AttachInProcess(module, groups, spec);
   }
   auto inner = std::make_shared<InMemoryOptimizer>(groups, std::move(named));
-  engine.AddForeign(number, /*commits_itself=*/true, inner, has_masters);
+  engine.AddForeign(number, /*commits_itself=*/true, inner);
+  if (!goes_on) engine.ForgetForeign(number);
   if (!states.empty()) inner->ReplaceState(states);
   MapOf(own).clear();
   const auto commit = [weak = engine.weak_from_this(), number](Optimizer& stepped) {
@@ -613,10 +682,11 @@ void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer&
   OfProcess().Add(own, {.engine = &engine,
                         .inner = std::move(inner),
                         .after = commit,
+                        .number = number,
                         .memory = engine.tensors().process_memory(),
                         .refusal = std::move(refusal),
                         .may_keep = !states.empty(),
-                        .has_stepped = !states.empty()});
+                        .has_stepped = !states.empty() || (former && former->has_stepped)});
   if (!goes_on || !engine.HasForeign(number)) return;
   engine.GiveForeign(number, own);
   OfProcess().Find(own)->has_stepped = false;  // it has the job's state, as who comes after it may
@@ -634,6 +704,14 @@ bool BeginsAnew(ModuleEngine* engine, const Left& left) {
         successions + 1);
   }
   return false;
+}
+
+// The same of one that runs unmodified.
+bool FollowsAnew(Engine& engine, const std::optional<Former>& former) {
+  auto* const offloads = dynamic_cast<ModuleEngine*>(&engine);
+  if (offloads == nullptr || !former.has_value()) return BeginsAnew(offloads, {});
+  offloads->GiveNumber(former->number);
+  return offloads->tensors().Succeed() || former->has_stepped;
 }
 
 // Threads may attach at once. In memory engines have nothing to wait for: one turn for all.
@@ -672,12 +750,15 @@ void Divert(Optimizer& own, const Engine& engine, std::shared_ptr<Optimizer> inn
                         .may_keep = may_keep,
                         .has_stepped = has_state});
 }
-void Follow(Optimizer& own, const Engine& engine, std::function<void(Optimizer&)> after) {
+void Follow(Optimizer& own, const Engine& engine, size_t number, bool has_stepped,
+            std::function<void(Optimizer&)> after) {
   const auto* const offloads = dynamic_cast<const ModuleEngine*>(&engine);
   OfProcess().Add(own,
                   {.engine = &engine,
                    .after = std::move(after),
-                   .memory = offloads != nullptr ? offloads->tensors().process_memory() : nullptr});
+                   .number = number,
+                   .memory = offloads != nullptr ? offloads->tensors().process_memory() : nullptr,
+                   .has_stepped = has_stepped});
 }
 std::unique_ptr<Optimizer> MakeSparselyKept(Engine& engine, torch::nn::Module& module,
                                             const std::vector<OptimizerParamGroup>& groups,
@@ -712,6 +793,8 @@ static StateMap& StateToShow(Optimizer& own) {
   }
   return map;
 }
+
+void EndSteps(const Engine& engine) { OfProcess().EndSteps(engine); }
 
 void Undivert(const Optimizer* attached_at, const Engine& engine) {
   OfProcess().Close(attached_at, &engine);
@@ -753,14 +836,21 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
           "is registered twice), and each of its steps updates them twice");
     }
     zero3::Expect(*this, optimizer);
+    const auto former = zero3::OfProcess().FindFormer(*this, optimizer);
+    const bool begins_anew = zero3::FollowsAnew(*this, former);
     const size_t number = AttachForeign(
         module, shares ? zero3::OfProcess().WithoutOwned(*this, each_once) : each_once,
         c10::demangle(typeid(optimizer).name()), /*commits_itself=*/true);
-    zero3::Follow(optimizer, *this,
+    zero3::Follow(optimizer, *this, number, former && former->has_stepped,
                   [weak = weak_from_this(), number](torch::optim::Optimizer& stepped) {
                     if (const auto engine = weak.lock()) engine->CommitForeign(number, stepped);
                   });
-    GiveForeign(number, optimizer);
+    auto* const offloads = dynamic_cast<zero3::ModuleEngine*>(this);
+    if (!begins_anew) {
+      GiveForeign(number, optimizer);
+    } else if (offloads != nullptr) {
+      offloads->ForgetForeign(number);
+    }
   } else if (auto* const offloads = dynamic_cast<zero3::ModuleEngine*>(this);
              named.has_value() && offloads != nullptr &&
              offloads->IsOfOtherKind(zero3::SpecOfAll(*named, groups))) {

@@ -341,6 +341,7 @@ class TensorEngine {
   };
   // The slots that a job that exists has.
   void TakeSlots();
+  at::Tensor ReadPieces(std::span<const ForeignState::Piece> pieces);
   bool MayLayOutNow() const { return MayHold(std::max(SpilledGradientBytes(), EditBytes())); }
   // Why they cannot be, or cannot be yet.
   absl::Status AddSlots(const std::vector<uint64_t>& sizes_bytes);

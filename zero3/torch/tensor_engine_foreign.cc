@@ -157,9 +157,24 @@ std::vector<at::Tensor> TensorEngine::TakeForeignStorages(size_t number) {
       continue;
     }
     const at::Tensor& part = slots.at(first.slot)->tensor;
-    storages.push_back(part.as_strided({static_cast<int64_t>(storage.size_bytes)}, {1}));
+    storages.push_back(part.defined()
+                           ? part.as_strided({static_cast<int64_t>(storage.size_bytes)}, {1})
+                           : ReadPieces(storage.pieces));
   }
   return storages;
+}
+
+// Of a storage that was taken before: the next optimizer under its number takes it again.
+at::Tensor TensorEngine::ReadPieces(std::span<const ForeignState::Piece> pieces) {
+  std::string all;
+  for (const ForeignState::Piece& piece : pieces) {
+    const Buffers::Large& slot = *buffers_.slots().at(piece.slot);
+    std::string bytes(slot.element_count * sizeof(float), '\0');
+    ThrowIfError(CopyOut(IdOfLarge(&slot - buffers_.large().data()), proto::Plane::kWeight,
+                         sizeof(float), reinterpret_cast<std::byte*>(bytes.data())));
+    all.append(bytes, 0, piece.size_bytes);
+  }
+  return FromBytes(all);
 }
 
 void TensorEngine::ExpectForeign(std::span<const uint64_t> storages_bytes) {

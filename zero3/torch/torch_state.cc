@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/eq.h>
 #include <ATen/ops/equal.h>
+#include <c10/util/intrusive_ptr.h>
 #include <offload/torch.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -15,13 +16,18 @@
 #include <torch/optim/sgd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
+#include <mutex>
+#include <string>
 #include <type_traits>
 #include <typeinfo>
+#include <unordered_map>
 #include <utility>
 
 #include "base/check.h"
 #include "base/error.h"
+#include "zero3/torch/dtypes.h"
 #include "zero3/torch/own_options.h"
 #include "zero3/torch/throw_status.h"
 
@@ -394,6 +400,107 @@ void TakeBackState(Optimizer& optimizer, StateKeeper& keeper, ShownState& shown,
     optimizer.state().clear();
   });
   shown = std::move(next);
+}
+
+// ---- Masters -----------------------------------------------------------------------------------
+
+namespace {
+
+// By the place of their parameters in the groups.
+constexpr char kMasters[] = "offload_masters";
+
+struct Read {
+  c10::weak_intrusive_ptr<c10::TensorImpl> parameter;
+  at::Tensor master;
+};
+
+struct Table {
+  std::mutex mutex;
+  std::unordered_map<const void*, Read> read;
+  std::atomic<size_t> count = 0;
+
+  void Counted() { count = read.size(); }
+};
+Table& OfProcess() {
+  static auto* const kTable = new Table;
+  return *kTable;
+}
+
+template <typename Function>
+void ForEachInOrder(const torch::optim::Optimizer& optimizer, Function function) {
+  size_t number = 0;
+  for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) function(parameter, number++);
+  }
+}
+
+}  // namespace
+
+void WriteMasters(const MasterKeeper& keeper, torch::serialize::OutputArchive& archive) {
+  const std::vector<at::Tensor> masters = keeper.Masters();
+  torch::serialize::OutputArchive of_masters(archive.compilation_unit());
+  bool has_any = false;
+  for (size_t i = 0; i < masters.size(); ++i) {
+    if (!masters[i].defined()) continue;
+    of_masters.write(std::to_string(i), masters[i], /*is_buffer=*/true);
+    has_any = true;
+  }
+  if (has_any) archive.write(kMasters, of_masters);
+}
+
+void ReadMasters(const torch::optim::Optimizer& optimizer,
+                 torch::serialize::InputArchive& archive) {
+  ForgetReadMasters(optimizer);
+  torch::serialize::InputArchive of_masters;
+  if (!archive.try_read(kMasters, of_masters)) return;
+  ForEachInOrder(optimizer, [&](const at::Tensor& parameter, size_t number) {
+    at::Tensor master;
+    if (!of_masters.try_read(std::to_string(number), master, /*is_buffer=*/true) ||
+        master.sizes() != parameter.sizes() || parameter.scalar_type() == MasterType(parameter))
+      return;
+    Table& table = OfProcess();
+    const std::lock_guard lock(table.mutex);
+    std::erase_if(table.read, [](const auto& entry) { return entry.second.parameter.expired(); });
+    table.read.insert_or_assign(
+        parameter.unsafeGetTensorImpl(),
+        Read{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr()),
+             master.to(MasterType(parameter))});
+    table.Counted();
+  });
+}
+
+void ForgetReadMasters(const torch::optim::Optimizer& optimizer) {
+  if (!HasReadMasters()) return;
+  Table& table = OfProcess();
+  const std::lock_guard lock(table.mutex);
+  ForEachInOrder(optimizer, [&](const at::Tensor& parameter, size_t) {
+    table.read.erase(parameter.unsafeGetTensorImpl());
+  });
+  table.Counted();
+}
+
+bool HasReadMasters() { return OfProcess().count > 0; }
+
+ReadMaster TakeReadMaster(const at::Tensor& parameter, bool is_last) {
+  if (!HasReadMasters()) return {};
+  const at::NoGradGuard no_grad;
+  Table& table = OfProcess();
+  at::Tensor master;
+  {
+    const std::lock_guard lock(table.mutex);
+    const auto found = table.read.find(parameter.unsafeGetTensorImpl());
+    if (found == table.read.end()) return {};
+    if (!found->second.parameter.expired()) master = found->second.master;
+  }
+  const at::Tensor weight = parameter.detach().cpu();
+  const bool fits = master.defined() && at::equal(weight, master.to(weight.scalar_type()));
+  if (fits || is_last) {
+    const std::lock_guard lock(table.mutex);
+    table.read.erase(parameter.unsafeGetTensorImpl());
+    table.Counted();
+  }
+  return {.master = fits ? master : at::Tensor(),
+          .is_dropped = is_last && master.defined() && !fits};
 }
 
 }  // namespace offload::zero3

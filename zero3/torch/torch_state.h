@@ -41,6 +41,38 @@ void LoadState(torch::optim::Optimizer& optimizer, torch::serialize::InputArchiv
 std::unique_ptr<torch::optim::OptimizerParamState> BlankState(
     const torch::optim::Optimizer& optimizer, std::shared_ptr<void> held);
 
+// ---- Masters -----------------------------------------------------------------------------------
+
+// fp32 masters of 16-bit weights are in the file of an optimizer beside what libtorch writes and
+// reads: weights that are loaded are theirs rounded. A file may be read before the weights are, or
+// before the optimizer is attached: masters wait for a weight that they are rounded to, until the
+// next step. These functions may be called from any thread.
+
+// An optimizer that trains 16-bit weights on masters.
+class MasterKeeper {
+ public:
+  virtual ~MasterKeeper() = default;
+  // In the order of the groups; undefined where there is none.
+  virtual std::vector<at::Tensor> Masters() const = 0;
+  // What was read and fits (ReadMaster) is the parameters' now. `is_last`: what does not fit is
+  // dropped, and true returned.
+  virtual bool TakeReadMasters(bool is_last) = 0;
+};
+
+void WriteMasters(const MasterKeeper& keeper, torch::serialize::OutputArchive& archive);
+// For the parameters of these groups, as long as they live.
+void ReadMasters(const torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive);
+void ForgetReadMasters(const torch::optim::Optimizer& optimizer);
+// Whether there are any, of whatever parameters.
+bool HasReadMasters();
+// What was read last for a parameter, if the parameter is its cast. `is_last`: it does not wait any
+// longer.
+struct ReadMaster {
+  at::Tensor master;
+  bool is_dropped = false;
+};
+ReadMaster TakeReadMaster(const at::Tensor& parameter, bool is_last);
+
 // ---- state() of an optimizer that keeps nothing itself ------------------------------------------
 
 // While it lives, state() of the calling thread is the object's own map.

@@ -326,7 +326,9 @@ void Watch::OnGroup(const Optimizer& optimizer) {
   // Its constructor runs; what has had its place is dead.
   const bool begins = typeid(optimizer) == typeid(Optimizer) && groups.size() == 1;
   if (begins && seen != nullptr) {
-    optimizers_.remove_if([seen](const Seen& other) { return &other == seen; });
+    seen->identity = nullptr;  // until another has its parameters
+    if (state_ == State::kWatching)
+      optimizers_.remove_if([seen](const Seen& other) { return &other == seen; });
     seen = nullptr;
   }
   if (FirstParameter(groups) == nullptr) return;
@@ -631,6 +633,9 @@ void Watch::TakeOver(Seen& seen) {
     seen.begins_anew |= other.has_stepped;
     other.attached.reset();
   }
+  optimizers_.remove_if([&seen](const Seen& other) {
+    return &other != &seen && other.attached == nullptr && other.IsDead();
+  });
   const Inside here;
   OrEnd([this, &seen] { AttachOptimizer(seen); });
 }
@@ -706,10 +711,11 @@ Optimizer* Watch::BeforeFile(Optimizer& optimizer) {
 Optimizer* Watch::BeforeLook(Optimizer& optimizer) {
   if (!inside) {
     std::lock_guard lock(mutex_);
-    const Seen* const seen = Find(optimizer);
+    Seen* const seen = Find(optimizer);
     if (seen != nullptr && seen->attached == nullptr) {
       const Inside here;
       optimizer.state().erase(KeyOfMark());  // nothing of ours is to be seen
+      seen->was_looked_at = true;
       if (seen->has_stepped) return nullptr;
     }
   }

@@ -100,10 +100,13 @@ class Watch {
 
   // An object of torch::optim, as it was made.
   struct Seen {
-    const torch::optim::OptimizerOptions* identity = nullptr;  // its own defaults
+    bool IsDead() const { return identity == nullptr || (life.expired() && !was_looked_at); }
+
+    const torch::optim::OptimizerOptions* identity = nullptr;  // its own defaults; null: it is dead
     std::weak_ptr<void> life;  // of the mark; expired: it is dead, or the program has looked
     ParamGroups groups;
     std::unique_ptr<torch::optim::OptimizerOptions> defaults;
+    bool was_looked_at = false;
     bool has_read = false;     // a file, before it was attached
     bool has_stepped = false;  // attached
     bool begins_anew = false;  // what had stepped these parameters before is replaced
