@@ -89,8 +89,7 @@ class Accelerator {
   virtual absl::Status Memset(std::byte* device, uint8_t value, size_t size_bytes,
                               Stream stream) = 0;
 
-  // Launches update number `step` of a run of elements whose planes are in device memory. The
-  // optimizer must be supported (kernels::SupportsDeviceUpdate).
+  // Launches update number `step` of a run of elements whose planes are in device memory.
   virtual absl::Status Update(const kernels::OptimizerSpec& optimizer, int64_t step,
                               const kernels::DeviceRun& run, Stream stream) = 0;
 

@@ -37,11 +37,14 @@ class Bench {
     EXPECT_TRUE(device_->StreamDestroy(stream_).ok());
   }
 
+  void* Allocate(size_t size_bytes) {
+    allocations_.push_back(*device_->Malloc(size_bytes));
+    return allocations_.back();
+  }
   // A copy on the device of `size_bytes` at `from`.
   void* Put(const void* from, size_t size_bytes) {
     if (from == nullptr || size_bytes == 0) return nullptr;
-    std::byte* const to = *device_->Malloc(size_bytes);
-    allocations_.push_back(to);
+    auto* const to = static_cast<std::byte*>(Allocate(size_bytes));
     const auto* const bytes = static_cast<const std::byte*>(from);
     const auto registered =
         HostRegistration::Register(device_, {bytes, size_bytes}, {}, HostAccess::kReadWrite);
@@ -111,6 +114,8 @@ void UpdateOnDevice(Bench* bench, const kernels::OptimizerSpec& optimizer, int64
       .gradient_dtype = run.gradient_dtype,
       .gradient = bench->Put(run.gradient, gradient_bytes),
       .gradient_scale = run.gradient_scale};
+  if (kernels::NeedsNorms(optimizer))
+    on_device.norms = static_cast<double*>(bench->Allocate(kernels::NormBytes(run.count)));
   if (is_split)
     on_device.ties = static_cast<uint32_t*>(bench->Put(ties.data(), ties.size() * sizeof(ties[0])));
   for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
@@ -147,7 +152,6 @@ std::vector<std::byte> Gradients(Dtype dtype, size_t count, Random& random) {
 TEST_P(DeviceTest, UpdatesAreThoseOfTheProcessorBitForBit) {
   Random random(1);
   for (const kernels::OptimizerSpec& optimizer : kernels::ManyOptimizers()) {
-    if (!kernels::SupportsDeviceUpdate(optimizer)) continue;
     for (const kernels::Shape shape : kernels::kShapes) {
       for (const size_t count : {1, 67, 1003}) {
         Bench bench(device_.get());
@@ -158,7 +162,7 @@ TEST_P(DeviceTest, UpdatesAreThoseOfTheProcessorBitForBit) {
             UpdateOnDevice(&bench, optimizer, step, run);
           });
           processor.Apply({}, 0.37f,
-                          [&](const kernels::Run& run) { kernels::Update(optimizer, step, run); });
+                          [&](const kernels::Run& run) { UpdateWhole(optimizer, step, run); });
         }
         ASSERT_EQ(device.Bits(), processor.Bits()) << optimizer.name() << " of " << count;
       }
@@ -169,16 +173,17 @@ TEST_P(DeviceTest, UpdatesAreThoseOfTheProcessorBitForBit) {
 // Of fp64 and fp16 models.
 template <class Elements>
 void ExpectBitsOfTheProcessor(Accelerator* accelerator, const kernels::OptimizerSpec& optimizer,
-                              Random* random) {
-  for (const size_t count : {1, 67, 1003}) {
+                              Random* random, kernels::MakeValue value = kernels::AdversarialValue,
+                              const std::vector<size_t>& counts = {1, 67, 1003}) {
+  for (const size_t count : counts) {
     Bench bench(accelerator);
-    Elements device(count, random);
+    Elements device(count, random, value);
     Elements processor = device;
     for (const int64_t step : {1, 3}) {
       kernels::Run on_device = device.RunOf(0, count), on_processor = processor.RunOf(0, count);
       on_device.gradient_scale = on_processor.gradient_scale = 0.37f;
       UpdateOnDevice(&bench, optimizer, step, on_device);
-      kernels::Update(optimizer, step, on_processor);
+      UpdateWhole(optimizer, step, on_processor);
     }
     ASSERT_EQ(device.Bits(), processor.Bits()) << optimizer.name() << " of " << count;
   }
@@ -187,13 +192,35 @@ void ExpectBitsOfTheProcessor(Accelerator* accelerator, const kernels::Optimizer
 TEST_P(DeviceTest, UpdatesOfDoublesAndHalvesAreThoseOfTheProcessorBitForBit) {
   Random random(3);
   for (kernels::OptimizerSpec optimizer : kernels::ManyOptimizers()) {
-    if (!kernels::SupportsDeviceUpdate(optimizer)) continue;
     ExpectBitsOfTheProcessor<kernels::Doubles>(device_.get(), optimizer, &random);
     ExpectBitsOfTheProcessor<kernels::Halves>(device_.get(), optimizer, &random);
-    if (optimizer.name() == "lion") continue;  // its gradients are not scaled
+    // Whose gradients are not scaled.
+    if (optimizer.name() == "lion" || optimizer.name() == "lamb") continue;
     optimizer.Set("unscale", 0.3 / 65536);
     ExpectBitsOfTheProcessor<kernels::Halves>(device_.get(), optimizer, &random);
   }
+}
+
+// Sums of squares that are finite, also of tensors of several blocks.
+TEST_P(DeviceTest, NormsAreThoseOfTheProcessorBitForBit) {
+  Random random(4);
+  const kernels::OptimizerSpec lamb("lamb", {{"weight_decay", 0.1}});
+  const std::vector<size_t> counts = {1, 1003, kernels::Norms::kBlockElements + 1003};
+  for (const size_t count : counts) {
+    for (const kernels::Shape shape : kernels::kShapes) {
+      Bench bench(device_.get());
+      kernels::Tensor device(shape, count, &random, kernels::OrdinaryValue);
+      kernels::Tensor processor = device;
+      device.Apply({}, 0.37f,
+                   [&](const kernels::Run& run) { UpdateOnDevice(&bench, lamb, 2, run); });
+      processor.Apply({}, 0.37f, [&](const kernels::Run& run) { UpdateWhole(lamb, 2, run); });
+      ASSERT_EQ(device.Bits(), processor.Bits()) << count;
+    }
+  }
+  ExpectBitsOfTheProcessor<kernels::Doubles>(device_.get(), lamb, &random, kernels::OrdinaryValue,
+                                             counts);
+  ExpectBitsOfTheProcessor<kernels::Halves>(device_.get(), lamb, &random, kernels::OrdinaryValue,
+                                            counts);
 }
 
 TEST_P(DeviceTest, SumsAreThoseOfTheProcessorBitForBit) {

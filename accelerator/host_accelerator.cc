@@ -456,6 +456,7 @@ void HostAccelerator::CheckRun(const kernels::OptimizerSpec& optimizer,
   check(Use::kWrite, run.residual, run.count * sizeof(int16_t));
   check(Use::kWrite, run.half_residual, run.count * sizeof(uint32_t));
   check(Use::kWrite, run.ties, kernels::TieWords(run.count) * sizeof(uint32_t));
+  check(Use::kWrite, run.norms, kernels::NormBytes(run.count));
   for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
     if (optimizer.Plane(i) == nullptr) continue;
     const void* const state = is_double ? static_cast<void*>(run.double_state[i]) : run.state[i];

@@ -3,6 +3,7 @@
 // For tests: tensors full of what breaks kernels, and every optimizer of the table in many forms.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -50,6 +51,11 @@ inline float AdversarialValue(Random* random) {
   return static_cast<float>(random->Unit() * 2 - 1);
 }
 
+// Of which norms are finite.
+inline float OrdinaryValue(Random* random) { return static_cast<float>(random->Unit() * 2 - 1); }
+
+using MakeValue = float (*)(Random* random);
+
 struct Shape {
   Dtype weight_dtype;
   Dtype gradient_dtype;
@@ -62,7 +68,7 @@ inline constexpr Shape kShapes[] = {{Dtype::kFloat32, Dtype::kFloat32},
 // A whole tensor with its state, one element off alignment.
 class Tensor {
  public:
-  Tensor(Shape shape, size_t count, Random* random)
+  Tensor(Shape shape, size_t count, Random* random, MakeValue value = AdversarialValue)
       : shape_(shape),
         count_(count),
         master_(count + 1),
@@ -73,11 +79,11 @@ class Tensor {
         gradient_bf16_(count + 1),
         ties_(count / 8 + 1) {
     for (size_t i = 1; i <= count; ++i) {
-      master_[i] = AdversarialValue(random);
-      state_[0][i] = AdversarialValue(random);
+      master_[i] = value(random);
+      state_[0][i] = value(random);
       for (size_t plane = 1; plane < kStatePlanesMax; ++plane)
-        state_[plane][i] = std::abs(AdversarialValue(random));
-      gradient_[i] = AdversarialValue(random);
+        state_[plane][i] = std::abs(value(random));
+      gradient_[i] = value(random);
       gradient_bf16_[i] = BFloat16Of(gradient_[i]);
     }
     TieWriter writer{ties_.data()};
@@ -154,9 +160,9 @@ class Tensor {
 
 // An fp64 tensor with what an optimizer keeps of it.
 struct Doubles {
-  Doubles(size_t count, Random* random)
+  Doubles(size_t count, Random* random, MakeValue value = AdversarialValue)
       : weight(count), gradient(count), state(kStatePlanesMax, std::vector<double>(count)) {
-    const auto any = [&] { return AdversarialValue(random) * (1 + random->Unit()); };
+    const auto any = [&] { return value(random) * (1 + random->Unit()); };
     for (size_t i = 0; i < count; ++i) {
       weight[i] = any(), gradient[i] = any();
       state[0][i] = any();
@@ -194,18 +200,18 @@ struct Doubles {
 
 // The same in fp16.
 struct Halves {
-  Halves(size_t count, Random* random)
+  Halves(size_t count, Random* random, MakeValue value = AdversarialValue)
       : weight(count),
         gradient(count),
         residual(count),
         state(kStatePlanesMax, std::vector<float>(count)) {
     std::vector<float> masters(count);
     for (size_t i = 0; i < count; ++i) {
-      masters[i] = AdversarialValue(random);
-      gradient[i] = ToHalf(AdversarialValue(random));
-      state[0][i] = AdversarialValue(random);
+      masters[i] = value(random);
+      gradient[i] = ToHalf(value(random));
+      state[0][i] = value(random);
       for (size_t plane = 1; plane < kStatePlanesMax; ++plane)
-        state[plane][i] = std::abs(AdversarialValue(random));
+        state[plane][i] = std::abs(value(random));
     }
     SplitHalf(masters.data(), count, weight.data(), residual.data());
   }
@@ -243,6 +249,34 @@ struct Halves {
   std::vector<uint32_t> residual;
   std::vector<std::vector<float>> state;
 };
+
+// Elements [begin, begin + count) of a run, with its tie bits.
+inline Run PartOf(Run run, size_t begin, size_t count) {
+  const auto advance = [begin](auto* array) { return array == nullptr ? array : array + begin; };
+  run.count = count;
+  run.begin += begin;
+  run.weight = static_cast<char*>(run.weight) + begin * DtypeBytes(run.weight_dtype);
+  run.residual = advance(run.residual);
+  run.half_residual = advance(run.half_residual);
+  for (float*& state : run.state) state = advance(state);
+  for (double*& state : run.double_state) state = advance(state);
+  run.gradient = static_cast<const char*>(run.gradient) + begin * DtypeBytes(run.gradient_dtype);
+  return run;
+}
+
+// The processor's update of a whole tensor, with its norms where they are needed.
+inline void UpdateWhole(const OptimizerSpec& optimizer, int64_t step, Run run) {
+  std::vector<Norms> blocks;
+  TieReader ties = run.ties_in == nullptr ? TieReader() : *run.ties_in;
+  for (size_t begin = 0; NeedsNorms(optimizer) && begin < run.count;
+       begin += Norms::kBlockElements) {
+    Run block = PartOf(run, begin, std::min<size_t>(run.count - begin, Norms::kBlockElements));
+    if (run.ties_in != nullptr) block.ties_in = &ties;
+    AddNorms(optimizer, step, block, &blocks.emplace_back());
+  }
+  run.trust_ratio = TrustRatio(blocks);
+  Update(optimizer, step, run);
+}
 
 inline std::vector<OptimizerSpec> ManyAdamW() {
   std::vector<OptimizerSpec> many;

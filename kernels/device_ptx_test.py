@@ -14,7 +14,8 @@ PTX = SUM = ""
 ROUNDING = {"add", "sub", "mul", "fma", "div", "sqrt"}
 # "@%p1 add.rn.f32 %f3, %f1, %f2;": the operation and what qualifies it.
 OPERATION = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z0-9]+)((?:\.[a-z0-9]+)*)\.f(?:32|64)\s", re.MULTILINE)
-KERNELS = 6 * 6  # rules on devices × dtypes of weight and gradient
+DTYPES = 6  # of weight and gradient
+KERNELS = 7 * DTYPES + DTYPES + 1  # rules; of LAMB the sums of squares, and its ratio
 SUMS = 2  # dtypes of gradients
 
 

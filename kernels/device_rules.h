@@ -1,6 +1,6 @@
 // kernels/device_rules.h
 //
-// The rules that run on devices, and what both of their compilations share. Internal to kernels/.
+// How the rules run on devices: what both of their compilations share. Internal to kernels/.
 #pragma once
 
 #include "kernels/device_update.h"
@@ -10,10 +10,17 @@
 
 namespace offload::kernels {
 
-using DeviceRules =
-    RuleList<rules::AdamW, rules::Sgd, rules::Adam, rules::Adagrad, rules::RmsProp, rules::Lion>;
+// Whether a rule sweeps over the tensor once before, for its norms.
+template <class Rule>
+inline constexpr bool kHasTerms = requires {
+  typename Rule::template Terms<Element>;
+};
 
-// What a rule's step asks of a run beside the arrays.
+OFFLOAD_DEVICE_CODE inline double* TrustRatioOf(const DeviceRun& run) {
+  return run.norms + 2 * NormBlocks(run.count);
+}
+
+// What a rule's step asks of a run beside the arrays, and beside norms.
 OFFLOAD_DEVICE_CODE inline Run ScalarsOf(const DeviceRun& run) {
   Run scalars;
   scalars.gradient_scale =
@@ -81,9 +88,9 @@ void WithDtypes(const DeviceRun& run, const Function& function) {
 }
 
 // Calls function.operator()<Rule, weight dtype, gradient dtype>(constants) for the rule of an
-// optimizer and the dtypes of a run; false when it is none of DeviceRules.
+// optimizer and the dtypes of a run.
 template <class Function, class... Rule>
-bool WithDeviceRule(RuleList<Rule...>, const OptimizerSpec& optimizer, int64_t step,
+void WithDeviceRule(RuleList<Rule...>, const OptimizerSpec& optimizer, int64_t step,
                     const DeviceRun& run, const Function& function) {
   const Coefficients coefficients = CoefficientsOf(optimizer, step, run.weight_dtype);
   const auto call = [&]<class R>() {
@@ -95,7 +102,7 @@ bool WithDeviceRule(RuleList<Rule...>, const OptimizerSpec& optimizer, int64_t s
     });
     return true;
   };
-  return (call.template operator()<Rule>() || ...);
+  (call.template operator()<Rule>() || ...);
 }
 
 // Aborts when the run lacks what the optimizer needs.

@@ -5,8 +5,8 @@
 // twice from one source (kernels/element.h): LaunchUpdate by nvcc, UpdateOnHost for the processor,
 // which stands in for a GPU and proves the arithmetic where there is none.
 //
-// Rules whose update depends on norms of the whole tensor (LAMB) are not among them:
-// SupportsDeviceUpdate(). Dtypes are those of kernels/update.h.
+// Rules whose update depends on norms of the whole tensor (LAMB) sweep over it once before, and add
+// in the order of kernels/update.h. Dtypes are those of kernels/update.h.
 //
 // Tie bits: in a store they are packed, one for each element whose residual is -32768
 // (kernels/split.h). Threads cannot share a position in them, so on a device there is one bit per
@@ -46,16 +46,25 @@ struct DeviceRun {
   // never has to come to the host; may be null.
   const float* gradient_scale_on_device = nullptr;
   const uint32_t* roots = nullptr;  // Run::roots, on the device
+  // Of optimizers that need norms (NeedsNorms()), whose run is a whole tensor: NormBytes() that
+  // nothing else uses while the update runs.
+  double* norms = nullptr;
 };
 
-bool SupportsDeviceUpdate(const OptimizerSpec& optimizer);
+// In `norms`: the sums of squares of each block's masters and of its updates, one behind the other,
+// and behind all blocks the trust ratio.
+constexpr uint64_t NormBlocks(uint64_t count) {
+  return (count + Norms::kBlockElements - 1) / Norms::kBlockElements;
+}
+constexpr uint64_t NormBytes(uint64_t count) {
+  return (2 * NormBlocks(count) + 1) * sizeof(double);
+}
 
-// Updates by the processor, element by element; `run` is in host memory. The optimizer must be
-// supported.
+// Updates by the processor, element by element; `run` is in host memory.
 void UpdateOnHost(const OptimizerSpec& optimizer, int64_t step, const DeviceRun& run);
 
 // Launches the update on `stream` (a cudaStream_t) of the current device and returns at once: 0, or
-// the cudaError_t of the launch. The optimizer must be supported.
+// the cudaError_t of the launch.
 int LaunchUpdate(const OptimizerSpec& optimizer, int64_t step, const DeviceRun& run, void* stream);
 
 // Words of tie bits of `count` elements on a device.

@@ -29,6 +29,8 @@ void UpdateAsDevice(const OptimizerSpec& optimizer, int64_t step, const Run& run
       .gradient = run.gradient,
       .gradient_scale = run.gradient_scale,
       .roots = run.roots};
+  std::vector<double> norms(NormBytes(run.count) / sizeof(double) + 1, 0.1);
+  if (NeedsNorms(optimizer)) device.norms = norms.data();
   const bool is_split = run.weight_dtype == Dtype::kBFloat16;
   if (is_split) {
     UnpackTies(run.residual, run.count, run.ties_in, ties.data());
@@ -37,12 +39,7 @@ void UpdateAsDevice(const OptimizerSpec& optimizer, int64_t step, const Run& run
   UpdateOnHost(optimizer, step, device);
   if (is_split) PackTies(run.residual, run.count, ties.data(), run.ties_out);
   EXPECT_EQ(ties.back(), 0xFFFFFFFFu) << "a word behind the last one was written";
-}
-
-std::vector<OptimizerSpec> SupportedOptimizers() {
-  std::vector<OptimizerSpec> supported = ManyOptimizers();
-  std::erase_if(supported, [](const OptimizerSpec& spec) { return !SupportsDeviceUpdate(spec); });
-  return supported;
+  EXPECT_EQ(norms.back(), 0.1) << "a number behind the trust ratio was written";
 }
 
 bool HasUnscale(const OptimizerSpec& optimizer) {
@@ -52,19 +49,12 @@ bool HasUnscale(const OptimizerSpec& optimizer) {
   return std::ranges::any_of(optimizer.row().parameters, is_unscale);
 }
 
-TEST(DeviceUpdateTest, AllHaveOneWhoseUpdateIsElementByElement) {
-  for (const std::string_view name : OptimizerNames()) {
-    const OptimizerSpec optimizer(name);
-    EXPECT_EQ(SupportsDeviceUpdate(optimizer), !NeedsNorms(optimizer)) << name;
-  }
-}
-
 TEST(DeviceUpdateTest, EveryElementIsThatOfTheProcessorsKernelsBitForBit) {
   Random random(1);
   for (const Shape shape : kShapes) {
     for (const float scale : {1.0f, 0.37f}) {
       for (const size_t count : {0, 1, 7, 8, 31, 32, 33, 67, 1003}) {
-        for (const OptimizerSpec& optimizer : SupportedOptimizers()) {
+        for (const OptimizerSpec& optimizer : ManyOptimizers()) {
           Tensor device(shape, count, &random);
           Tensor processor = device;
           for (const int64_t step : kStepsOfRoots) {
@@ -75,7 +65,7 @@ TEST(DeviceUpdateTest, EveryElementIsThatOfTheProcessorsKernelsBitForBit) {
             });
             processor.Apply({}, scale, [&](kernels::Run run) {
               run.roots = roots;
-              Update(optimizer, step, run);
+              UpdateWhole(optimizer, step, run);
             });
           }
           ASSERT_EQ(device.Bits(), processor.Bits())
@@ -89,8 +79,8 @@ TEST(DeviceUpdateTest, EveryElementIsThatOfTheProcessorsKernelsBitForBit) {
 // Of fp64 and fp16 models, these with gradients of a scaled loss.
 template <class Elements>
 void ExpectBitsOfTheProcessor(const OptimizerSpec& optimizer, size_t count, double scale,
-                              Random* random) {
-  Elements device(count, random);
+                              Random* random, MakeValue value = AdversarialValue) {
+  Elements device(count, random, value);
   Elements processor = device;
   for (const int64_t step : kStepsOfRoots) {
     const auto run_of = [&](Elements& elements) {
@@ -100,7 +90,7 @@ void ExpectBitsOfTheProcessor(const OptimizerSpec& optimizer, size_t count, doub
       return run;
     };
     UpdateAsDevice(optimizer, step, run_of(device));
-    Update(optimizer, step, run_of(processor));
+    UpdateWhole(optimizer, step, run_of(processor));
   }
   ASSERT_EQ(device.Bits(), processor.Bits())
       << optimizer.name() << ", " << count << " elements, scale " << scale;
@@ -110,7 +100,7 @@ TEST(DeviceUpdateTest, EveryDoubleIsThatOfTheProcessorsKernelsBitForBit) {
   Random random(4);
   for (const double scale : {1.0, 0.37}) {
     for (const size_t count : {1, 3, 4, 5, 31, 33, 1003}) {
-      for (const OptimizerSpec& optimizer : SupportedOptimizers())
+      for (const OptimizerSpec& optimizer : ManyOptimizers())
         ExpectBitsOfTheProcessor<Doubles>(optimizer, count, scale, &random);
     }
   }
@@ -120,7 +110,7 @@ TEST(DeviceUpdateTest, EveryHalfIsThatOfTheProcessorsKernelsBitForBit) {
   Random random(5);
   for (const double scale : {1.0, static_cast<double>(0.37f)}) {
     for (const size_t count : {1, 7, 8, 9, 31, 33, 1003, 5000}) {
-      for (OptimizerSpec optimizer : SupportedOptimizers()) {
+      for (OptimizerSpec optimizer : ManyOptimizers()) {
         ExpectBitsOfTheProcessor<Halves>(optimizer, count, scale, &random);
         if (!HasUnscale(optimizer)) continue;
         for (const double unscale : {0x1p-16, 0.3 / 65536})
@@ -129,6 +119,32 @@ TEST(DeviceUpdateTest, EveryHalfIsThatOfTheProcessorsKernelsBitForBit) {
       }
     }
   }
+}
+
+// Sums of squares that are finite.
+void ExpectNormsOfTheProcessor(const OptimizerSpec& lamb, size_t count, Random* random) {
+  for (const Shape shape : kShapes) {
+    Tensor device(shape, count, random, OrdinaryValue);
+    Tensor processor = device;
+    const auto before = device.Bits();
+    device.Apply({}, 0.37f, [&](const kernels::Run& run) { UpdateAsDevice(lamb, 2, run); });
+    processor.Apply({}, 0.37f, [&](const kernels::Run& run) { UpdateWhole(lamb, 2, run); });
+    ASSERT_EQ(device.Bits(), processor.Bits()) << count;
+    ASSERT_NE(device.Bits(), before) << count;
+  }
+}
+
+TEST(DeviceUpdateTest, NormsAreThoseOfTheProcessorBitForBit) {
+  Random random(6);
+  for (const OptimizerSpec& lamb : FormsOf("lamb")) {
+    for (const size_t count : {1, 1003}) {
+      ExpectNormsOfTheProcessor(lamb, count, &random);
+      ExpectBitsOfTheProcessor<Doubles>(lamb, count, 0.37, &random, OrdinaryValue);
+      ExpectBitsOfTheProcessor<Halves>(lamb, count, 0.37f, &random, OrdinaryValue);
+    }
+  }
+  // Of several blocks.
+  ExpectNormsOfTheProcessor(OptimizerSpec("lamb"), Norms::kBlockElements + 1003, &random);
 }
 
 TEST(DeviceUpdateTest, AScaledLossTakesPartInFp16Alone) {

@@ -2,7 +2,6 @@
 #include "kernels/update.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <string_view>
 
@@ -10,6 +9,7 @@
 #include "kernels/implementation.h"
 #include "kernels/run_checks.h"
 #include "kernels/split.h"
+#include "kernels/trust_ratio.h"
 
 namespace offload::kernels {
 namespace {
@@ -155,16 +155,12 @@ void AddNorms(const OptimizerSpec& optimizer, int64_t step, const Run& run, Norm
 }
 
 double TrustRatio(std::span<const Norms> blocks) {
-  const auto sum = [](const double(&lanes)[Norms::kLanes]) {
-    return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) +
-           ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
-  };
   double weight = 0, update = 0;
   for (const Norms& block : blocks) {
-    weight += sum(block.weight);
-    update += sum(block.update);
+    weight += SumOfLanes(block.weight);
+    update += SumOfLanes(block.update);
   }
-  return weight > 0 && update > 0 ? std::sqrt(weight) / std::sqrt(update) : 1;
+  return RatioOfSums(weight, update);
 }
 
 bool AllFinite(Isa isa, Dtype dtype, const void* values, size_t count) {

@@ -590,6 +590,27 @@ TEST(DeviceAttachTest, WithRoomOnlyWhatWasUpdatedIsCopiedAgain) {
   }
 }
 
+// Norms are taken where a pass leaves the gradients, by the kernel that the program takes: from the
+// second step on clipping copies none of those that found no room.
+TEST(DeviceAttachTest, ClippingBringsNoGradientBack) {
+  for (const bool together : {false, true}) {
+    Training run({.name = together ? "clipped_together" : "clipped_alone", .pace = Pace::kEager},
+                 /*offloads=*/true);
+    for (int64_t step = 0; step < 4; ++step) {
+      for (int64_t i = 0; i < kMicroBatches; ++i) run.Loss(step * kMicroBatches + i).backward();
+      const uint64_t before = run.device().counters().bytes_to_device;
+      if (together) {
+        ClipTogether(run.model(), 0.1);
+      } else {
+        nn::utils::clip_grad_norm_(run.model().parameters(), 0.1);
+      }
+      if (step > 0) EXPECT_EQ(run.device().counters().bytes_to_device, before) << step;
+      run.optimizer().step();
+      run.optimizer().zero_grad();
+    }
+  }
+}
+
 TEST(DeviceAttachTest, AJobGoesOnWhereItWas) {
   const Recipe recipe{.name = "goes_on", .gpu_ram = 1.2};
   const Seen expected = Train(recipe, /*offloads=*/false);

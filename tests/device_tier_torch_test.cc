@@ -165,6 +165,8 @@ class Training {
     } else if (recipe_.optimizer == "rmsprop") {
       optimizer_ = engine_->RMSprop(
           *model_, torch::optim::RMSpropOptions(1e-3).momentum(0.9).centered(true));
+    } else if (recipe_.optimizer == "lamb") {
+      optimizer_ = engine_->LAMB(*model_, LAMBOptions(1e-2).weight_decay(0.1));
     } else if (recipe_.optimizer == "lion") {
       optimizer_ = engine_->Lion(*model_, LionOptions(1e-3).weight_decay(0.1));
     } else {
@@ -217,7 +219,7 @@ class Training {
   void SeeState() {
     std::vector<std::string> planes = {"weight", "master"};
     if (recipe_.optimizer == "sgd_momentum") planes.push_back("momentum_buffer");
-    if (recipe_.optimizer.starts_with("adam"))
+    if (recipe_.optimizer.starts_with("adam") || recipe_.optimizer == "lamb")
       planes.insert(planes.end(), {"exp_avg", "exp_avg_sq"});
     if (recipe_.optimizer == "adam_amsgrad") planes.push_back("max_exp_avg_sq");
     if (recipe_.optimizer == "adagrad") planes.push_back("sum");
@@ -348,6 +350,12 @@ INSTANTIATE_TEST_SUITE_P(
                .dtype = at::kBFloat16,
                .optimizer = "lion",
                .room = Room::kSome},
+        Recipe{.name = "lamb", .optimizer = "lamb"},
+        Recipe{.name = "lamb_bf16_some",
+               .dtype = at::kBFloat16,
+               .optimizer = "lamb",
+               .room = Room::kSome},
+        Recipe{.name = "lamb_fp64", .dtype = at::kDouble, .optimizer = "lamb"},
         Recipe{.name = "sgd", .optimizer = "sgd"},
         Recipe{.name = "sgd_momentum_fp64", .dtype = at::kDouble, .optimizer = "sgd_momentum"},
         Recipe{.name = "sgd_bf16", .dtype = at::kBFloat16, .optimizer = "sgd"},

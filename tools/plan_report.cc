@@ -120,9 +120,6 @@ void AddTiers(const PlanReport& report, const zero3::Plan& plan, Answer& answer)
           : absl::StrCat(", ", Part(gpu.tier_state_bytes, state_bytes, "optimizer state")),
       "; a step copies ", Traffic10(static_cast<double>(traffic.ToDeviceBytes())), " there and ",
       Traffic10(static_cast<double>(traffic.ToHostBytes())), " back",
-      traffic.clip_bytes == 0
-          ? ""
-          : absl::StrCat(", and ", FormatDecimalBytes(traffic.clip_bytes), " there where it clips"),
       traffic.checkpoint_bytes == 0
           ? ""
           : absl::StrCat(", and ", FormatDecimalBytes(traffic.checkpoint_bytes),
@@ -143,7 +140,6 @@ void AddLink(const PlanReport& report, Answer& answer) {
                {"to_host_bytes", traffic.ToHostBytes()},
                {"weight_bytes", traffic.weight_bytes},
                {"fetched_gradient_bytes", traffic.fetched_bytes},
-               {"clip_bytes", traffic.clip_bytes},
                {"checkpoint_bytes", traffic.checkpoint_bytes}};
   if (report.gpu->link.has_value()) {
     const Link& rates = *report.gpu->link;

@@ -34,7 +34,7 @@ template <class V>
 struct LambDirection {
   using Float = typename V::Float;
 
-  LambDirection(const LambConstants<typename V::Scalar>& c, const Run& run)
+  OFFLOAD_DEVICE_CODE LambDirection(const LambConstants<typename V::Scalar>& c, const Run& run)
       : gradient_loader(run, c.maximize),
         beta1(V::Broadcast(c.beta1)),
         exp_avg_weight(V::Broadcast(c.exp_avg_weight)),
@@ -48,8 +48,9 @@ struct LambDirection {
 
   // u', with the moments that it comes from.
   template <class Arrays>
-  [[gnu::always_inline]] Float operator()(const Arrays& arrays, size_t i, Float master,
-                                          Float* exp_avg, Float* exp_avg_sq) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE Float operator()(const Arrays& arrays, size_t i,
+                                                              Float master, Float* exp_avg,
+                                                              Float* exp_avg_sq) const {
     const Float gradient = gradient_loader.Load(arrays.gradient + i);
     *exp_avg = V::Fma(exp_avg_weight, gradient, V::Load(arrays.state[0] + i) * beta1);
     *exp_avg_sq =
@@ -67,12 +68,12 @@ struct LambDirection {
 
 template <class V>
 struct LambStep {
-  LambStep(const LambConstants<typename V::Scalar>& c, const Run& run)
+  OFFLOAD_DEVICE_CODE LambStep(const LambConstants<typename V::Scalar>& c, const Run& run)
       : direction(c, run),
         negative_lr(V::Broadcast(-static_cast<typename V::Scalar>(c.lr * run.trust_ratio))) {}
 
   template <class Arrays>
-  [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE void operator()(const Arrays& arrays, size_t i) const {
     typename V::Float exp_avg, exp_avg_sq;
     const typename V::Float master = LoadMaster<V>(arrays, i);
     const typename V::Float update = direction(arrays, i, master, &exp_avg, &exp_avg_sq);
@@ -88,11 +89,13 @@ struct LambStep {
 // What the first sweep adds up: the master and u' of a vector.
 template <class V>
 struct LambTerms {
-  LambTerms(const LambConstants<typename V::Scalar>& c, const Run& run) : direction(c, run) {}
+  OFFLOAD_DEVICE_CODE LambTerms(const LambConstants<typename V::Scalar>& c, const Run& run)
+      : direction(c, run) {}
 
   template <class Arrays>
-  [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i, typename V::Scalar* weight,
-                                         typename V::Scalar* update) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE void operator()(const Arrays& arrays, size_t i,
+                                                             typename V::Scalar* weight,
+                                                             typename V::Scalar* update) const {
     typename V::Float exp_avg, exp_avg_sq;
     const typename V::Float master = LoadMaster<V>(arrays, i);
     V::Store(weight, master);

@@ -56,7 +56,7 @@ struct GpuPlan {
 // copy overlaps with the next operator, or all. Of the rest a quarter goes to gradients while there
 // are more. Where all of both fit, whole tensors are updated there, in their order, as long as
 // what is kept of them fits, too: every byte of it saves the same. `table_bytes` of the tier are
-// for what all updates read. OFD-2003 with the sum when gpu_ram_bytes is below the floor.
+// for what all updates share. OFD-2003 with the sum when gpu_ram_bytes is below the floor.
 absl::StatusOr<GpuPlan> MakeGpuPlan(std::span<const GpuTensor> tensors, uint64_t gpu_ram_bytes,
                                     uint64_t table_bytes = 0);
 

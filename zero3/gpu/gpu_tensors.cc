@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "base/string_view.h"
 #include "kernels/device_update.h"
 #include "proto/buffer_tensors.h"
 
@@ -24,8 +23,6 @@ std::string WhyNoTier(const TierConditions& conditions) {
   if (conditions.durability.steps <= 1)
     return "durability is not checkpoint:N with N steps, more than one";
   if (conditions.world_size > 1) return "the job has several ranks";
-  if (!kernels::SupportsDeviceUpdate(conditions.optimizer))
-    return absl::StrCat("devices have no kernel of ", ToAbsl(conditions.optimizer.name()));
   if (conditions.optimizer.averaging().is_on())
     return absl::StrCat("average is ", conditions.optimizer.averaging().Text(),
                         ", which moves where the daemon updates");

@@ -118,15 +118,8 @@ class PlannedGradients {
     Use(tensor);
   }
 
-  // Its norm is asked for.
-  void Clip(uint32_t tensor) {
-    if (!place_[tensor].has_value()) clip_bytes_ += tensors_[tensor].gradient_bytes;
-    Use(tensor);
-  }
-
   uint64_t fetched_bytes() const { return fetched_bytes_; }
   uint64_t returned_bytes() const { return returned_bytes_; }
-  uint64_t clip_bytes() const { return clip_bytes_; }
 
  private:
   void Use(uint32_t tensor) {
@@ -148,7 +141,7 @@ class PlannedGradients {
   std::list<uint32_t> resting_;  // longest first
   std::vector<std::optional<std::list<uint32_t>::iterator>> place_;
   uint64_t resting_bytes_ = 0;
-  uint64_t fetched_bytes_ = 0, returned_bytes_ = 0, clip_bytes_ = 0;
+  uint64_t fetched_bytes_ = 0, returned_bytes_ = 0;
 };
 
 LinkTraffic Follow(std::span<const GpuTensor> tensors, const GpuPlan& plan,
@@ -166,12 +159,8 @@ LinkTraffic Follow(std::span<const GpuTensor> tensors, const GpuPlan& plan,
         if (!plan.Stays(tensor)) gradients.Add(tensor, /*begins=*/pass == 0);
       }
     }
-    for (uint32_t tensor = 0; tensor < count; ++tensor) {
-      if (!plan.Stays(tensor)) gradients.Clip(tensor);
-    }
     window.EndStep();
-    now = {window.copied_bytes(), gradients.fetched_bytes(), gradients.returned_bytes(),
-           gradients.clip_bytes()};
+    now = {window.copied_bytes(), gradients.fetched_bytes(), gradients.returned_bytes()};
   }
   uint64_t checkpoint_bytes = 0;
   for (uint32_t tensor = 0; tensor < count; ++tensor) {
@@ -179,8 +168,7 @@ LinkTraffic Follow(std::span<const GpuTensor> tensors, const GpuPlan& plan,
       checkpoint_bytes += tensors[tensor].weight_bytes + tensors[tensor].state_bytes;
   }
   return {now.weight_bytes - before.weight_bytes, now.fetched_bytes - before.fetched_bytes,
-          now.gradient_bytes - before.gradient_bytes, now.clip_bytes - before.clip_bytes,
-          checkpoint_bytes};
+          now.gradient_bytes - before.gradient_bytes, checkpoint_bytes};
 }
 
 // What `more` moves beyond `less`, so many times.
@@ -198,8 +186,7 @@ LinkTraffic PlanLinkTraffic(std::span<const GpuTensor> tensors, const GpuPlan& p
   const uint64_t times = micro_batches - kMicroBatches;
   return {Further(before.weight_bytes, last.weight_bytes, times),
           Further(before.fetched_bytes, last.fetched_bytes, times),
-          Further(before.gradient_bytes, last.gradient_bytes, times), last.clip_bytes,
-          last.checkpoint_bytes};
+          Further(before.gradient_bytes, last.gradient_bytes, times), last.checkpoint_bytes};
 }
 
 }  // namespace offload::zero3

@@ -5,7 +5,8 @@
 // bytes, over the order in which steps use their tensors as far as a plan can know it: forwards go
 // through the model as it is declared, backwards the other way.
 //
-// Of one rank. Not counted: what a trainer writes or looks at between two steps.
+// Of one rank. Not counted: what a trainer writes or looks at between two steps. Clipping moves
+// nothing: norms are taken where a pass leaves the gradients.
 //
 // Thread safety: pure functions.
 #pragma once
@@ -21,8 +22,6 @@ struct LinkTraffic {
   uint64_t weight_bytes = 0;   // to the device
   uint64_t fetched_bytes = 0;  // to the device: of gradients that a further micro-batch is added to
   uint64_t gradient_bytes = 0;  // to the host
-  // To the device, beside the others: of gradients that were not kept, when the trainer clips.
-  uint64_t clip_bytes = 0;
   // To the host, at a checkpoint alone: of what is updated on the device.
   uint64_t checkpoint_bytes = 0;
 

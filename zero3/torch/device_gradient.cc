@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <atomic>
 #include <utility>
 
 #include "base/check.h"
@@ -12,6 +13,9 @@
 
 namespace offload::zero3 {
 namespace {
+
+// The kernel of the 2-norms that this program asks for; less than 0: it has asked for none.
+std::atomic<int> asked_kernel{-1};
 
 constexpr c10::DispatchKeySet kUnseenKeys{kManagedKey, c10::DispatchKey::Python,
                                           c10::DispatchKey::PythonTLSSnapshot};
@@ -183,8 +187,17 @@ void DeviceGradient::AfterAccumulation(const at::Tensor& added) {
     if (closed_) return;
     was_added_to_ = true;
   }
-  if (GradientsAhead* const ahead = attachment_->device()->gradients_ahead())
-    ahead->Added(tensor_id_);
+  GradientsAhead* const ahead = attachment_->device()->gradients_ahead();
+  if (ahead == nullptr) return;  // all of them stay
+  const int kernel = asked_kernel;
+  if (!spilled() && kernel >= 0 && parameter_.grad().defined() && IsOwn(parameter_.grad()))
+    Norm(2.0, static_cast<NormKernel>(kernel));
+  ahead->Added(tensor_id_);
+}
+
+at::Tensor DeviceGradient::Norm(double p, NormKernel kernel) {
+  if (p == 2.0) asked_kernel = static_cast<int>(kernel);
+  return Gradient::Norm(p, kernel);
 }
 
 void DeviceGradient::BeginUpdate() {
@@ -318,7 +331,8 @@ void DeviceGradient::FinishWriting() {
 
 // The norm while the bytes are there; the host waits for no copy of the device.
 void DeviceGradient::AfterPass() {
-  Norm(2.0);
+  const int kernel = asked_kernel;
+  Gradient::Norm(2.0, kernel < 0 ? NormKernel::kOfOne : static_cast<NormKernel>(kernel));
   ThrowIfError(bytes_on_device().Poll(), subject_);
   Lock lock(mutex());
   is_due_ = timing_.AddPass();

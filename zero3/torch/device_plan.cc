@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
+#include "kernels/device_update.h"
 #include "zero3/torch/device_move.h"
 #include "zero3/torch/devices.h"
 #include "zero3/torch/square_roots.h"
@@ -32,8 +33,15 @@ uint64_t AllBytes(std::span<const GpuTensor> tensors, uint64_t table_bytes) {
   return size_bytes + state_bytes + table_bytes + kDeviceAlignment;  // and a window of its own
 }
 
-// Which of an optimizer's updates take the roots of torch's library its groups say at each step.
-uint64_t RootsBytes(const kernels::OptimizerSpec& optimizer) {
+// What all updates share: sums of squares, or the roots of torch's library. Which of an optimizer's
+// updates take those its groups say at each step.
+uint64_t SharedBytes(const kernels::OptimizerSpec& optimizer, const proto::Catalogue& catalogue) {
+  if (kernels::NeedsNorms(optimizer)) {
+    uint64_t count = 0;
+    for (const proto::Tensor& tensor : catalogue.tensors)
+      count = std::max(count, tensor.element_count);
+    return DeviceBytes(kernels::NormBytes(count));
+  }
   const bool may_take =
       optimizer.row().takes_library_roots != nullptr && !TorchSquareRoots().AreNearest();
   return may_take ? DeviceBytes(kernels::SquareRoots::kBytes) : 0;
@@ -57,7 +65,8 @@ void DevicePlan::Make(c10::Device device, const proto::Catalogue& catalogue,
   if (accelerator_ == nullptr) accelerator_ = ValueOrThrow(AcceleratorOf(device), device.str());
   why_no_tier_ = WhyNoTier(conditions);
   const std::vector<GpuTensor> needs = GpuTensorsOf(catalogue, conditions);
-  const uint64_t table_bytes = why_no_tier_.empty() ? RootsBytes(conditions.optimizer) : 0;
+  const uint64_t table_bytes =
+      why_no_tier_.empty() ? SharedBytes(conditions.optimizer, catalogue) : 0;
   FreeUnused(device);
   const accelerator::MemoryInfo memory = ValueOrThrow(accelerator_->MemGetInfo(), device.str());
   gpu_ram_bytes_ = given_bytes_.value_or(

@@ -49,7 +49,7 @@ DeviceTier::DeviceTier(Attachment& attachment, c10::Device device,
     place.state = next;
     next += place.offsets.size_bytes;
   }
-  table_ = next;
+  shared_ = next;
 }
 
 // A device that has failed executes nothing any more.
@@ -127,6 +127,7 @@ void DeviceTier::Update(uint32_t tensor, const kernels::OptimizerSpec& optimizer
   run.gradient = gradient.const_data_ptr();
   run.gradient_scale = scale;
   run.roots = Roots(optimizer);
+  if (kernels::NeedsNorms(optimizer)) run.norms = reinterpret_cast<double*>(shared_);
   is_ahead_ = true;
   ThrowIfError(accelerator_->Update(optimizer, static_cast<int64_t>(count), run, stream),
                device_.str());
@@ -142,11 +143,12 @@ const uint32_t* DeviceTier::Roots(const kernels::OptimizerSpec& optimizer) {
   const kernels::SquareRoots& roots = TorchSquareRoots();
   if (roots.AreNearest()) return nullptr;
   if (!std::exchange(has_table_, true)) {
-    ThrowIfError(transfers_.Upload(table_, {reinterpret_cast<const std::byte*>(roots.corrections()),
-                                            kernels::SquareRoots::kBytes}),
-                 device_.str());
+    ThrowIfError(
+        transfers_.Upload(shared_, {reinterpret_cast<const std::byte*>(roots.corrections()),
+                                    kernels::SquareRoots::kBytes}),
+        device_.str());
   }
-  return reinterpret_cast<const uint32_t*>(table_);
+  return reinterpret_cast<const uint32_t*>(shared_);
 }
 
 bool DeviceTier::has_news() const {

@@ -129,7 +129,7 @@ class DeviceTier {
   mutable std::recursive_mutex mutex_;        // transfers say that they read and put, too
   std::vector<std::optional<Place>> places_;  // by tensor
   std::byte* bytes_ = nullptr;
-  std::byte* table_ = nullptr;  // of square roots
+  std::byte* shared_ = nullptr;  // by updates: the table of square roots, or sums of squares
   bool has_table_ = false;
   bool is_partial_ = false;               // the last step was
   bool is_ahead_ = false;                 // some are updated for a step that is not taken

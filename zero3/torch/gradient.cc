@@ -27,6 +27,7 @@
 #include "kernels/update.h"
 #include "zero3/torch/accumulation_locks.h"
 #include "zero3/torch/device_memory.h"
+#include "zero3/torch/devices.h"
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/throw_status.h"
 
@@ -551,17 +552,7 @@ void Gradient::LetGo() {
 bool Gradient::Serve(Special special, torch::jit::Stack* stack) {
   if (special >= Special::kSet) return false;
   FinishRaw();
-  if (special == Special::kNorm) {
-    // Of a view with other strides torch may add in another order.
-    const at::Tensor viewed = torch::jit::peek(*stack, 0, 2).toTensor();
-    const bool is_row_by_row = attachment_->tensor(tensor_id_).dimension_order.empty();
-    if (is_row_by_row ? !viewed.is_contiguous() : viewed.strides() != strides_) return false;
-    const double p = torch::jit::peek(*stack, 1, 2).toScalar().toDouble();
-    at::Tensor norm = Norm(p);
-    torch::jit::drop(*stack, 2);
-    torch::jit::push(*stack, std::move(norm));
-    return true;
-  }
+  if (special <= Special::kListNorm) return ServeNorm(special, stack);
   const at::Tensor self = torch::jit::peek(*stack, 0, special == Special::kZero ? 1 : 2).toTensor();
   if (special == Special::kZero) {
     Lock lock(mutex());
@@ -593,7 +584,36 @@ bool Gradient::Serve(Special special, torch::jit::Stack* stack) {
   return true;
 }
 
-at::Tensor Gradient::Norm(double p) {
+bool Gradient::ServeNorm(Special special, torch::jit::Stack* stack) {
+  const bool is_of_list = special == Special::kListNorm;
+  const size_t count = is_of_list ? 3 : special == Special::kVectorNorm ? 5 : 2;
+  const c10::IValue& first = torch::jit::peek(*stack, 0, count);
+  const at::Tensor viewed = is_of_list ? first.toTensorVector().front() : first.toTensor();
+  if (special != Special::kNorm) {
+    // On the host it is that of an operator which reads the bytes, on torch's threads.
+    if (viewed.is_cpu() || viewed.requires_grad()) return false;
+    if (!torch::jit::peek(*stack, count - 1, count).isNone()) return false;  // in another type
+  }
+  if (special == Special::kVectorNorm) {
+    const c10::IValue& dimensions = torch::jit::peek(*stack, 2, count);
+    if (!dimensions.isNone() && !dimensions.toIntVector().empty()) return false;
+    if (torch::jit::peek(*stack, 3, count).toBool()) return false;  // of which dimensions are kept
+  }
+  // Of a view with other strides torch may add in another order.
+  const bool is_row_by_row = attachment_->tensor(tensor_id_).dimension_order.empty();
+  if (is_row_by_row ? !viewed.is_contiguous() : viewed.strides() != strides_) return false;
+  const double p = torch::jit::peek(*stack, 1, count).toScalar().toDouble();
+  at::Tensor norm = Norm(p, is_of_list ? NormKernel::kOfLists : NormKernel::kOfOne);
+  torch::jit::drop(*stack, count);
+  if (is_of_list) {
+    torch::jit::push(*stack, c10::List<at::Tensor>({std::move(norm)}));
+  } else {
+    torch::jit::push(*stack, std::move(norm));
+  }
+  return true;
+}
+
+at::Tensor Gradient::Norm(double p, NormKernel kernel) {
   const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);
   const c10::AutoGradMode no_grad(false);
   {
@@ -601,17 +621,22 @@ at::Tensor Gradient::Norm(double p) {
     WaitWhileMoving(lock);
     CheckOpen();
     if (!zero_ && scale_ == 1 && !raw_writable()) {
-      for (const auto& [known_p, norm] : norms_) {
-        if (known_p == p) return norm.clone();
+      for (const KnownNorm& known : norms_) {
+        if (known.p != p || known.kernel != kernel) continue;
+        // It may have been taken on another stream than this thread's, and its memory is that
+        // one's.
+        if (!known.norm.is_cpu()) known.norm.record_stream(CurrentTorchStream(known.norm.device()));
+        return known.norm.clone();
       }
     }
   }
   Pins pins;
   pins.Add(this, Access::kRead);
-  at::Tensor norm = Plain().norm(p);
+  at::Tensor norm =
+      kernel == NormKernel::kOfLists ? at::_foreach_norm(Plain(), p).front() : Plain().norm(p);
   if (!raw_writable()) {
     Lock lock(mutex());
-    norms_.emplace_back(p, norm.clone());
+    norms_.push_back({p, kernel, norm.clone()});
   }
   pins.Finish();
   return norm;
@@ -783,8 +808,9 @@ bool Gradient::PrepareStep() {
 
 // A finite norm has finite parts; one that is not may just have overflowed.
 void Gradient::NoteFinite() {
-  for (const auto& [p, norm] : norms_) {
-    if (!finite_.has_value() && p >= 1 && std::isfinite(norm.item().toDouble())) finite_ = true;
+  for (const KnownNorm& known : norms_) {
+    if (!finite_.has_value() && known.p >= 1 && std::isfinite(known.norm.item().toDouble()))
+      finite_ = true;
   }
 }
 

@@ -105,6 +105,9 @@ class WriteTiming {
   bool was_evicted_ = false, came_back_ = false;  // since the step
 };
 
+// Which of a device's kernels takes a norm: they add in different orders.
+enum class NormKernel : uint8_t { kOfOne, kOfLists };
+
 class Gradient : public Residency, public RawOwner, public RawUser {
  public:
   // `window` is null for gradients that stay in the region.
@@ -253,7 +256,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   void LeaveTensorToOthers();
   // Between pins: memory of its own with the value.
   virtual c10::DataPtr CopyBytes();
-  virtual at::Tensor Norm(double p);
+  virtual at::Tensor Norm(double p, NormKernel kernel = NormKernel::kOfOne);
   virtual bool IsFinite();
   // Whether as many values in memory of the host as the gradient has are.
   bool AreFinite(const std::byte* values) const;
@@ -292,7 +295,12 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   bool is_awaited_ = false;  // spilled: the slot is kept until it is used
   WriteTiming timing_;       // spilled
   std::vector<client::Ticket> writes_;
-  std::vector<std::pair<double, at::Tensor>> norms_;  // of the value
+  struct KnownNorm {
+    double p;
+    NormKernel kernel;
+    at::Tensor norm;
+  };
+  std::vector<KnownNorm> norms_;  // of the value
   std::optional<bool> finite_;
 
  private:
@@ -308,6 +316,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
 
   std::optional<Before> overwritten_;  // while one overwrites it that has found it unused
 
+  bool ServeNorm(Special special, torch::jit::Stack* stack);
   void Settle(Access access, Lock& lock);  // the bytes are the value after it
   void Changed();                          // the bytes are
   void LetGo();

@@ -51,7 +51,6 @@ struct Verdict {
   Pins::Allocates allocates = Pins::Allocates::kResults;
   bool is_split = false;  // runs for each tensor of its first list, with those of the others
   bool is_loop = false;   // _foreach_*
-  bool is_list_norm = false;
   bool takes_raw_memory = false;
   bool is_communication = false;  // of c10d: goes on when the operator has returned
   bool is_message = false;        // from one rank to another
@@ -148,6 +147,8 @@ bool IsStatistics(std::string_view name, std::string_view argument) {
 Special SpecialOf(const c10::FunctionSchema& schema) {
   const std::string_view name = schema.name(), overload = schema.overload_name();
   if (name == "aten::norm" && overload == "Scalar") return Special::kNorm;
+  if (name == "aten::linalg_vector_norm" && overload.empty()) return Special::kVectorNorm;
+  if (name == "aten::_foreach_norm" && overload == "Scalar") return Special::kListNorm;
   if (name == "aten::mul_") return Special::kMultiply;
   if (name == "aten::zero_") return Special::kZero;
   if (name == "aten::set_") {
@@ -265,8 +266,6 @@ std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
   verdict->special = SpecialOf(schema);
   verdict->is_split = IsOverWholeLists(schema);
   verdict->is_loop = absl::StartsWith(schema.name(), "aten::_foreach_");
-  verdict->is_list_norm =
-      schema.name() == "aten::_foreach_norm" && schema.overload_name() == "Scalar";
   verdict->allocates = AllocatesOf(schema.name());
   verdict->takes_raw_memory = TakesRawMemory(schema.name());
   verdict->is_communication = IsCommunication(schema.name());
@@ -518,16 +517,20 @@ at::Tensor ListNormOf(const at::Tensor& tensor, const c10::OperatorHandle& op,
                       c10::DispatchKeySet below, const std::vector<c10::IValue>& arguments) {
   torch::jit::Stack one = arguments;
   one.front() = c10::List<at::Tensor>({tensor});
-  Uses uses;
-  const PassWithUses pass([&]() -> Uses& {
-    uses.clear();
-    Collect(one.front(), Argument::kRead, uses);
-    return uses;
-  });
-  Pins pins;
-  for (const auto& [used, access] : uses) pins.Add(used, access);
-  op.redispatchBoxed(below, &one);
-  pins.Finish();
+  Residency* const residency = Residency::Of(tensor);
+  if (residency == nullptr || !residency->IsWhole(tensor) ||
+      !residency->Serve(Special::kListNorm, &one)) {
+    Uses uses;
+    const PassWithUses pass([&]() -> Uses& {
+      uses.clear();
+      Collect(one.front(), Argument::kRead, uses);
+      return uses;
+    });
+    Pins pins;
+    for (const auto& [used, access] : uses) pins.Add(used, access);
+    op.redispatchBoxed(below, &one);
+    pins.Finish();
+  }
   return one.front().toTensorVector().front();
 }
 
@@ -615,7 +618,7 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
   static auto* const kVerdicts = new VerdictTable();
   const Verdict& verdict = kVerdicts->Find(op.schema());
   const c10::DispatchKeySet below = BelowManaged(verdict, keys);
-  if (verdict.is_list_norm && TakesListKernel(*stack, verdict.arguments.size())) {
+  if (verdict.special == Special::kListNorm && TakesListKernel(*stack, verdict.arguments.size())) {
     const c10::DispatchKeySet all_below =
         keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kManagedKey);
     return RunListNorms(op, all_below.remove(c10::DispatchKey::Python), stack);

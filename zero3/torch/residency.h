@@ -50,6 +50,8 @@ void SetWritesAlike(bool alike);
 enum class Special : uint8_t {
   kNone,
   kNorm,
+  kVectorNorm, /* linalg.vector_norm() */
+  kListNorm,   /* _foreach_norm() of a list of one, by the kernel of lists that a device has */
   kMultiply,
   kZero,
   // What follows changes what a tensor is, not its bytes.

@@ -307,7 +307,7 @@ void SummedGradient::Rest() {
 // The word that ranks share has room for fp32: each takes the norm of an fp64 sum by itself.
 bool SummedGradient::HasSharedNorm() const { return parameter_.scalar_type() != at::kDouble; }
 
-at::Tensor SummedGradient::Norm(double p) {
+at::Tensor SummedGradient::Norm(double p, NormKernel kernel) {
   const auto options =
       at::TensorOptions().dtype(parameter_.scalar_type()).device(parameter_.device());
   bool of_sum = false;
@@ -318,12 +318,12 @@ at::Tensor SummedGradient::Norm(double p) {
     if (zero_ && p > 0) return at::zeros({}, options);
     of_sum = p == 2.0 && !zero_ && !own_.has_value() && scale_ == 1 && HasSharedNorm();
   }
-  if (!of_sum) return Gradient::Norm(p);
+  if (!of_sum || !sums_->SharesNormsOf(kernel)) return Gradient::Norm(p, kernel);
   const float norm = ValueOrThrow(sums_->stream().Norm(tensor_id_), subject_);
   return at::scalar_tensor(norm, options);
 }
 
-std::optional<float> SummedGradient::NormOfSum() {
+std::optional<float> SummedGradient::NormOfSum(NormKernel kernel) {
   const c10::AutoGradMode no_grad(false);
   {
     Lock lock(mutex());
@@ -331,7 +331,7 @@ std::optional<float> SummedGradient::NormOfSum() {
       return std::nullopt;
     if (!IsOwn(parameter_.grad())) return std::nullopt;
   }
-  return Gradient::Norm(2.0).item().toFloat();
+  return Gradient::Norm(2.0, kernel).item().toFloat();
 }
 
 // ---- The step ----------------------------------------------------------------------------------

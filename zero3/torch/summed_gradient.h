@@ -48,14 +48,14 @@ class SummedGradient : public Gradient {
   void LetGoOfSum();
   // Another rank's part is in the sum, and `.grad` is defined, though this rank's pass gave none.
   void NoteExisting();
-  // torch's 2-norm of the sum itself; nothing when it is not `.grad`.
-  std::optional<float> NormOfSum();
+  // torch's 2-norm of the sum itself by that kernel; nothing when it is not `.grad`.
+  std::optional<float> NormOfSum(NormKernel kernel);
 
  protected:
   ~SummedGradient() override = default;
   bool raw_writable() const override { return own_.has_value(); }
   void ShowBytes() override;
-  at::Tensor Norm(double p) override;
+  at::Tensor Norm(double p, NormKernel kernel) override;
   void BeforePin() override;
   void Bring(Access access, Lock& lock) override;
   void DropOverwritten() override;
