@@ -305,9 +305,27 @@ class Importer {
     Map(absl::StrCat("training.bf16 = ", value.get<bool>() ? "true" : "false"));
   }
   void Autocast(const std::string&, const Json& value) {
+    // Without "enabled" DeepSpeed's is off, whatever else the section has.
+    if (value.is_object() && !value.contains("enabled")) return Ignore("off");
     if (!IsSet(value)) return Ignore("off");
-    Reject(ErrorId::kDsConfigUnsupported,
-           "write torch.autocast around the forward pass yourself: weights stay fp32");
+    const auto of_modules = value.find("lower_precision_safe_modules");
+    if (of_modules != value.end() && !IsListOfTexts(*of_modules)) {
+      return Reject(ErrorId::kDsConfigValue, "lower_precision_safe_modules is no list of names");
+    }
+    const auto given = value.find("dtype");
+    const bool is_text = given != value.end() && given->is_string();
+    const std::string type = is_text ? given->get<std::string>() : "";
+    if (type == "bfloat16" || type == "torch.bfloat16" || type == "bf16") {
+      import_.training.autocast = true;
+      return Map("training.autocast = bfloat16",
+                 "forward passes are under torch.autocast; weights and gradients keep their type");
+    }
+    if (type == "float32" || type == "torch.float32" || type == "fp32" || type == "float")
+      return Ignore("to float32 torch.autocast casts nothing");
+    Reject(
+        ErrorId::kDsConfigUnsupported,
+        "of torch.autocast there is bfloat16, whose losses need no scale; set \"dtype\" to that, "
+        "or write torch.autocast around the forward pass yourself");
   }
   void Amp(const std::string&, const Json& value) {
     if (!IsSet(value)) return Ignore("off");

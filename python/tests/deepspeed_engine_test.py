@@ -46,6 +46,32 @@ class DeepSpeedTest(DeepSpeedCase):
     def test_bf16(self):
         self.check(self.config(bf16={"enabled": True}, gradient_clipping=0.5), self.adamw, clip=0.5, dtype=torch.bfloat16)
 
+    def test_forward_passes_under_torch_autocast(self):
+        section = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]}
+        for dtype in (torch.float32, torch.bfloat16):
+            here, there, exact = make(), make(dtype), make(dtype)
+            there.forward = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)(there.forward)
+            told = []
+            for model in (there, exact):
+                optimizer = self.adamw(model.parameters()) if dtype == torch.float32 else Masters(model, self.adamw)
+                told.append(plain(model, optimizer, 4, micro=2, clip=0.5))
+            self.assertEqual(told[0] == told[1], dtype == torch.bfloat16)
+            engine = self.initialize(here, self.config(torch_autocast=section, bf16={"enabled": dtype == torch.bfloat16}, gradient_accumulation_steps=2,
+                                                       gradient_clipping=0.5))[0]
+            self.assertEqual(engine_loop(engine, 4, micro=2, clip=0.5), told[0])
+            del there.forward
+            self.check_equal(here, there)
+            self.assertEqual({p.dtype for p in here.parameters()}, {dtype})
+            self.assertEqual((engine.torch_autocast_enabled(), engine.torch_autocast_dtype()), (True, torch.bfloat16))
+            self.assertEqual(engine.torch_autocast_lower_precision_safe_modules(), ["torch.nn.Linear"])
+
+    def test_of_torch_autocast_to_fp16_the_way_out_is_told(self):
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1104 torch_autocast .*set \"dtype\" to that"):
+            self.initialize(make(), self.config(torch_autocast={"enabled": True, "dtype": "float16"}))
+        engine = self.initialize(make(), self.config(torch_autocast={"dtype": "float16"}))[0]  # as there, it has to be switched on
+        self.assertEqual((engine.torch_autocast_enabled(), engine.torch_autocast_dtype()), (False, None))
+        self.assertIn("torch.nn.modules.conv.Conv2d", engine.torch_autocast_lower_precision_safe_modules())
+
     def test_adam_with_weight_decay_in_the_gradient(self):
         optimizer = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}}
         self.check(self.config(optimizer=optimizer), lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, fused=True))
@@ -378,10 +404,10 @@ class DeepSpeedTest(DeepSpeedCase):
             self.assertEqual(sum("gradient_clipping is left to the program's loop" in line for line in said.output), count)
             self.assertEqual(sum("clip" in line for line in said.output), count)
         model = make()
-        config = self.config(gradient_accumulation_steps=2, scheduler={"type": "WarmupLR"})
+        config = self.config(gradient_accumulation_steps=2, scheduler={"type": "WarmupLR"}, torch_autocast={"enabled": True, "dtype": "bf16"})
         with self.assertLogs("offloadd", "WARNING") as said:
             offloadd.attach(model, self.adamw(model.parameters()), config=config, job="attached").close()
-        self.assertIn("says of optimizer, scheduler, gradient_accumulation_steps is left to the program", "\n".join(said.output))
+        self.assertIn("says of optimizer, scheduler, torch_autocast, gradient_accumulation_steps is left to the program", "\n".join(said.output))
         path = os.path.join(self.folder.name, "offloadd.toml")
         with open(path, "w", encoding="utf-8") as file:
             file.write(f'job = "toml"\nmemory.ram = "64MiB"\npool = "{self.pool}"\n')
