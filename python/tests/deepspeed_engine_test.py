@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -325,6 +326,29 @@ class DeepSpeedTest(DeepSpeedCase):
         self.assertTrue(torch.equal(utils.safe_get_local_grad(weight), before * 2))
         with self.assertRaisesRegex(offloadd.Error, "OFD-1002.*a part of 3 elements"):
             utils.safe_set_local_fp32_param(weight, torch.zeros(3))
+
+    def test_what_programs_ask_of_the_optimizer(self):
+        here, there = make(), make()
+        engine, optimizer, *_ = self.initialize(here, self.config(gradient_clipping=0.5))
+        expected = self.adamw(there.parameters())
+        optimizer.set_lr(5e-3)
+        expected.param_groups[0]["lr"] = 5e-3
+        for step in range(2):
+            optimizer.backward(engine(batch(step)))
+            engine.step()
+        self.assertEqual([optimizer.get_lr(), optimizer.clip_grad, optimizer.gradient_accumulation_steps, optimizer.has_overflow()], [5e-3, 0.5, 1, False])
+        plain(there, expected, 2, clip=0.5)
+        self.check_equal(here, there)
+        self.assertEqual(list(map(id, optimizer.bit16_groups[0])), list(map(id, here.parameters())))
+        optimizer.offload_states(), optimizer.reload_states(), optimizer.refresh_fp32_params(), optimizer.empty_partition_cache()
+        for name, way in {"fp32_partitioned_groups_flat": "safe_get_full_fp32_param", "averaged_gradients": "safe_get_full_grad",
+                          "optimizer": "the optimizer itself", "ipg_buckets": "from_deepspeed.md"}.items():
+            self.assertFalse(hasattr(optimizer, name))
+            with self.assertRaisesRegex(AttributeError, f"OFD-1108 optimizer.{name} is not there.*{way}"):
+                getattr(optimizer, name)
+        copied = pickle.loads(pickle.dumps(optimizer))
+        with self.assertRaisesRegex(AttributeError, "no attribute 'get_lr'"):  # torch's own
+            copied.get_lr()
 
     # ---- Configurations ----
 

@@ -15,7 +15,7 @@ from ..errors import Error
 from ..handle import gather
 from ..library import is_disabled
 from ..named_tensors import all_named_parameters_of, buffers_of
-from . import comm, loss_scale, schedules, setup, snapshots, trainers, zero
+from . import comm, loss_scale, of_optimizer, schedules, setup, snapshots, trainers, zero
 from .checkpoints import Checkpoints
 from .files import write_text
 from .from_configuration import make_scheduler, optimizer_of
@@ -142,6 +142,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
             self._handle = attaching.attach(self.module, optimizer, **of_job)
         for name, value in (("overflow", False), ("loss_scale", 1.0), ("cur_scale", 1.0), ("parameter_offload", zero.ParameterOffload())):
             optimizer.__dict__.setdefault(name, value)  # what programs ask DeepSpeed's own
+        of_optimizer.answer(self, optimizer)
         if own and not is_disabled():
             setup.jobs.own(self._handle, self.module)
         self._begin_scaling()
