@@ -85,6 +85,11 @@ class Importer {
     Treat(*key, known, *fitted);
   }
 
+  static bool IsOn(const std::string& known, const Json& value) {
+    if (value.is_object() && !value.contains("enabled") && IsOffUnlessEnabled(known)) return false;
+    return IsSet(value);
+  }
+
   void Treat(const DsKey& key, const std::string& known, const Json& value) {
     const bool lossy = key.treatment == Treatment::kRejectedIfLossy;
     switch (key.treatment) {
@@ -94,13 +99,13 @@ class Importer {
       case Treatment::kIgnored:
         return Ignore(key.note);
       case Treatment::kMissed:
-        if (IsSet(value)) Warn(absl::StrCat(fate_.key, " has no effect: ", key.note));
+        if (IsOn(known, value)) Warn(absl::StrCat(fate_.key, " has no effect: ", key.note));
         return Ignore(key.note);
       case Treatment::kTrainer:
         return ToTrainer(key.note);
       case Treatment::kRejectedIfSet:
       case Treatment::kRejectedIfLossy:
-        if (!IsSet(value)) return Ignore("off");
+        if (!IsOn(known, value)) return Ignore("off");
         return Reject(lossy ? ErrorId::kDsConfigResults : ErrorId::kDsConfigUnsupported, key.note);
       case Treatment::kSpecial:
         return (this->*HandlerOf(known))(known, value);
@@ -304,10 +309,8 @@ class Importer {
     import_.training.bf16 = value.get<bool>();
     Map(absl::StrCat("training.bf16 = ", value.get<bool>() ? "true" : "false"));
   }
-  void Autocast(const std::string&, const Json& value) {
-    // Without "enabled" DeepSpeed's is off, whatever else the section has.
-    if (value.is_object() && !value.contains("enabled")) return Ignore("off");
-    if (!IsSet(value)) return Ignore("off");
+  void Autocast(const std::string& known, const Json& value) {
+    if (!IsOn(known, value)) return Ignore("off");
     const auto of_modules = value.find("lower_precision_safe_modules");
     if (of_modules != value.end() && !IsListOfTexts(*of_modules)) {
       return Reject(ErrorId::kDsConfigValue, "lower_precision_safe_modules is no list of names");
@@ -327,8 +330,8 @@ class Importer {
         "of torch.autocast there is bfloat16, whose losses need no scale; set \"dtype\" to that, "
         "or write torch.autocast around the forward pass yourself");
   }
-  void Amp(const std::string&, const Json& value) {
-    if (!IsSet(value)) return Ignore("off");
+  void Amp(const std::string& known, const Json& value) {
+    if (!IsOn(known, value)) return Ignore("off");
     Reject(ErrorId::kDsConfigUnsupported, "apex is not there; use bf16");
   }
   void GradientType(const std::string&, const Json& value) {

@@ -110,6 +110,17 @@ TEST(DsConfigTest, FeaturesThatAreOnAreRejectedAndThoseThatAreOffAreNot) {
   }
 }
 
+TEST(DsConfigTest, SectionsThatSayNothingOfItAreAsDeepSpeedHasThem) {
+  for (const char* const section :
+       {"amp", "autotuning", "curriculum_learning", "data_efficiency", "eigenvalue", "elasticity",
+        "hybrid_engine", "nebula", "progressive_layer_drop", "torch_autocast"}) {
+    const std::string text = With(section, R"({"level": "O1"})");
+    EXPECT_EQ(FateOf(text, section).verdict, Verdict::kIgnored) << section;
+  }
+  ExpectRejected(With("compression_training", R"({"weight_quantization": {"bits": 8}})"),
+                 "compression_training", ErrorId::kDsConfigResults);
+}
+
 TEST(DsConfigTest, NamesAreUniqueAndAllSectionsExist) {
   std::vector<std::string> names;
   for (const DsKey& key : AllDsKeys()) {
