@@ -85,6 +85,11 @@ class Importer {
     Treat(*key, known, *fitted);
   }
 
+  static bool IsOn(const std::string& known, const Json& value) {
+    if (value.is_object() && !value.contains("enabled") && IsOffUnlessEnabled(known)) return false;
+    return IsSet(value);
+  }
+
   void Treat(const DsKey& key, const std::string& known, const Json& value) {
     const bool lossy = key.treatment == Treatment::kRejectedIfLossy;
     switch (key.treatment) {
@@ -94,13 +99,13 @@ class Importer {
       case Treatment::kIgnored:
         return Ignore(key.note);
       case Treatment::kMissed:
-        if (IsSet(value)) Warn(absl::StrCat(fate_.key, " has no effect: ", key.note));
+        if (IsOn(known, value)) Warn(absl::StrCat(fate_.key, " has no effect: ", key.note));
         return Ignore(key.note);
       case Treatment::kTrainer:
         return ToTrainer(key.note);
       case Treatment::kRejectedIfSet:
       case Treatment::kRejectedIfLossy:
-        if (!IsSet(value)) return Ignore("off");
+        if (!IsOn(known, value)) return Ignore("off");
         return Reject(lossy ? ErrorId::kDsConfigResults : ErrorId::kDsConfigUnsupported, key.note);
       case Treatment::kSpecial:
         return (this->*HandlerOf(known))(known, value);
@@ -304,13 +309,29 @@ class Importer {
     import_.training.bf16 = value.get<bool>();
     Map(absl::StrCat("training.bf16 = ", value.get<bool>() ? "true" : "false"));
   }
-  void Autocast(const std::string&, const Json& value) {
-    if (!IsSet(value)) return Ignore("off");
-    Reject(ErrorId::kDsConfigUnsupported,
-           "write torch.autocast around the forward pass yourself: weights stay fp32");
+  void Autocast(const std::string& known, const Json& value) {
+    if (!IsOn(known, value)) return Ignore("off");
+    const auto of_modules = value.find("lower_precision_safe_modules");
+    if (of_modules != value.end() && !IsListOfTexts(*of_modules)) {
+      return Reject(ErrorId::kDsConfigValue, "lower_precision_safe_modules is no list of names");
+    }
+    const auto given = value.find("dtype");
+    const bool is_text = given != value.end() && given->is_string();
+    const std::string type = is_text ? given->get<std::string>() : "";
+    if (type == "bfloat16" || type == "torch.bfloat16" || type == "bf16") {
+      import_.training.autocast = true;
+      return Map("training.autocast = bfloat16",
+                 "forward passes are under torch.autocast; weights and gradients keep their type");
+    }
+    if (type == "float32" || type == "torch.float32" || type == "fp32" || type == "float")
+      return Ignore("to float32 torch.autocast casts nothing");
+    Reject(
+        ErrorId::kDsConfigUnsupported,
+        "of torch.autocast there is bfloat16, whose losses need no scale; set \"dtype\" to that, "
+        "or write torch.autocast around the forward pass yourself");
   }
-  void Amp(const std::string&, const Json& value) {
-    if (!IsSet(value)) return Ignore("off");
+  void Amp(const std::string& known, const Json& value) {
+    if (!IsOn(known, value)) return Ignore("off");
     Reject(ErrorId::kDsConfigUnsupported, "apex is not there; use bf16");
   }
   void GradientType(const std::string&, const Json& value) {

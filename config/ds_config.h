@@ -46,6 +46,7 @@ struct Training {
   std::optional<int64_t> batch_size, micro_batch_size, accumulation;
   std::optional<double> gradient_clipping;  // 0: none
   std::optional<bool> bf16;
+  bool autocast = false;  // torch.autocast to bfloat16 around forward passes
   // AdamW, Adam, SGD, Adagrad, RMSprop or Lion; empty: the trainer's own. Params are checked and
   // complete, named as torch.optim names them; one may still be "auto".
   std::string optimizer;

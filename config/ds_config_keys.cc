@@ -1,5 +1,7 @@
 #include "config/ds_config_keys.h"
 
+#include <algorithm>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -255,6 +257,15 @@ const DsKey* FindDsKey(std::string_view name) {
     if (canonical == key.name) return &key;
   }
   return nullptr;
+}
+
+bool IsOffUnlessEnabled(std::string_view section) {
+  constexpr std::string_view kOff[] = {
+      "amp",        "autotuning",     "curriculum_learning",    "data_efficiency",
+      "eigenvalue", "elasticity",     "flops_profiler",         "hybrid_engine",
+      "nebula",     "torch_autocast", "progressive_layer_drop",
+  };
+  return std::find(std::begin(kOff), std::end(kOff), section) != std::end(kOff);
 }
 
 namespace {

@@ -35,6 +35,8 @@ std::span<const DsKey> AllDsKeys();
 // Also finds zero_optimization.X for zero_optimization.stage3_X, as DeepSpeed does. Null when there
 // is none.
 const DsKey* FindDsKey(std::string_view name);
+// Whether the section, named as in the table, is off in DeepSpeed unless it says "enabled": true.
+bool IsOffUnlessEnabled(std::string_view section);
 // For suggestions: what has this name in another section, else what its own section calls nearly
 // so; empty when there is none.
 std::string NearestDsKey(std::string_view name);

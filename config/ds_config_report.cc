@@ -100,6 +100,7 @@ Json ImportAsJson(const Import& import) {
                         {"accumulation", or_null(training.accumulation)},
                         {"gradient_clipping", or_null(training.gradient_clipping)},
                         {"bf16", or_null(training.bf16)},
+                        {"autocast", training.autocast},
                         {"fp16", Fp16AsJson(import)},
                         {"optimizer", training.optimizer},
                         {"optimizer_params", training.optimizer_params},

@@ -110,6 +110,17 @@ TEST(DsConfigTest, FeaturesThatAreOnAreRejectedAndThoseThatAreOffAreNot) {
   }
 }
 
+TEST(DsConfigTest, SectionsThatSayNothingOfItAreAsDeepSpeedHasThem) {
+  for (const char* const section :
+       {"amp", "autotuning", "curriculum_learning", "data_efficiency", "eigenvalue", "elasticity",
+        "hybrid_engine", "nebula", "progressive_layer_drop", "torch_autocast"}) {
+    const std::string text = With(section, R"({"level": "O1"})");
+    EXPECT_EQ(FateOf(text, section).verdict, Verdict::kIgnored) << section;
+  }
+  ExpectRejected(With("compression_training", R"({"weight_quantization": {"bits": 8}})"),
+                 "compression_training", ErrorId::kDsConfigResults);
+}
+
 TEST(DsConfigTest, NamesAreUniqueAndAllSectionsExist) {
   std::vector<std::string> names;
   for (const DsKey& key : AllDsKeys()) {
@@ -386,12 +397,42 @@ TEST(DsConfigTest, OtherTypesOfNumbersAreRejected) {
   ExpectRejected(R"({"fp16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}})",
                  "data_types.grad_accum_dtype", ErrorId::kDsConfigUnsupported);
   ExpectRejected(With("amp.enabled", "true"), "amp", ErrorId::kDsConfigUnsupported);
-  ExpectRejected(With("torch_autocast.enabled", "true"), "torch_autocast",
-                 ErrorId::kDsConfigUnsupported);
+  for (const char* const section :
+       {R"({"enabled": true})", R"({"enabled": true, "dtype": "float16"})",
+        R"({"enabled": true, "dtype": 16})"}) {
+    ExpectRejected(absl::StrCat(R"({"torch_autocast": )", section, "}"), "torch_autocast",
+                   ErrorId::kDsConfigUnsupported);
+  }
   ExpectRejected(R"({"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}})",
                  "data_types.grad_accum_dtype", ErrorId::kDsConfigUnsupported);
   EXPECT_TRUE(Read(With("data_types.grad_accum_dtype", "\"fp32\"")).Problem().ok());
   EXPECT_EQ(Read(With("bfloat16.enabled", "true")).training.bf16, true);
+}
+
+TEST(DsConfigTest, ForwardPassesAreCast) {
+  for (const char* const type : {"bfloat16", "torch.bfloat16", "bf16"}) {
+    const Import import =
+        Read(absl::StrCat(R"({"torch_autocast": {"enabled": true, "dtype": ")", type, "\"}}"));
+    EXPECT_TRUE(import.Problem().ok()) << type;
+    EXPECT_TRUE(import.training.autocast) << type;
+  }
+  for (const char* const off :
+       {R"({"enabled": false, "dtype": "bfloat16"})", R"({"dtype": "bfloat16"})", R"({})",
+        R"({"enabled": true, "dtype": "fp32"})", R"("auto")"}) {
+    const Import import = Read(absl::StrCat(R"({"torch_autocast": )", off, "}"));
+    EXPECT_TRUE(import.Problem().ok()) << off;
+    EXPECT_FALSE(import.training.autocast) << off;
+  }
+}
+
+TEST(DsConfigTest, ModulesOfAutocastAreNames) {
+  const auto with = [](const char* modules) {
+    return absl::StrCat(R"({"torch_autocast": {"enabled": true, "dtype": "bf16", )",
+                        R"("lower_precision_safe_modules": )", modules, "}}");
+  };
+  EXPECT_TRUE(Read(with(R"(["torch.nn.Linear"])")).Problem().ok());
+  ExpectRejected(with(R"("torch.nn.Linear")"), "torch_autocast", ErrorId::kDsConfigValue);
+  ExpectRejected(with("[1]"), "torch_autocast", ErrorId::kDsConfigValue);
 }
 
 TEST(DsConfigTest, LossesOfFp16AreScaled) {

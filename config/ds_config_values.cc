@@ -95,6 +95,11 @@ std::optional<Json> Fitted(Shape shape, const Json& value, std::string& note) {
   return plain;
 }
 
+bool IsListOfTexts(const Json& value) {
+  return value.is_array() &&
+         std::all_of(value.begin(), value.end(), [](const Json& each) { return each.is_string(); });
+}
+
 bool IsSet(const Json& value) {
   if (value.is_boolean()) return value.get<bool>();
   if (value.is_number()) return value.get<double>() > 1;

@@ -32,6 +32,8 @@ std::optional<int64_t> IntegerIn(const Json& value);
 // quotes that were taken off.
 std::optional<Json> Fitted(Shape shape, const Json& value, std::string& note);
 
+bool IsListOfTexts(const Json& value);
+
 // True for what switches a feature on: true, a number above 1, a text, a list, or a section that
 // says so (by "enabled" where it has one, otherwise by being there with something in it).
 bool IsSet(const Json& value);

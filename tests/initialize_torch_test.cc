@@ -120,6 +120,8 @@ TEST_F(InitializeTest, WhatWouldTrainSomethingElseIsRefused) {
   EXPECT_EQ(IdOf(Config(adam + R"(, "fp16": {"enabled": true})")), 1104);
   EXPECT_EQ(IdOf(Config(adam + R"(, "compression_training": {"enabled": true})")), 1107);
   EXPECT_EQ(IdOf(Config(adam + R"(, "scheduler": {"type": "WarmupLR"})")), 1104);
+  const char* const autocast = R"(, "torch_autocast": {"enabled": true, "dtype": "bf16"})";
+  EXPECT_EQ(IdOf(Config(adam + autocast)), 1104);
   EXPECT_EQ(IdOf(Config(R"("optimizer": {"type": "AdamW", "params": {"lr": "auto"}})")), 1105);
   EXPECT_EQ(IdOf(Config(R"("gradient_clipping": 1)")), 1105) << "no optimizer";
   EXPECT_EQ(IdOf("{\"optimizer\": }"), 1101);

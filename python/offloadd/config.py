@@ -109,6 +109,7 @@ def options_of(config):
         _log.warning("offloadd: gradient_clipping is left to the program's loop (torch.nn.utils.clip_grad_norm_()): attach() clips nothing")
     training = made.training
     left = [key for key, is_set in {"optimizer": training["optimizer"], "scheduler": training["scheduler"], "bf16": training["bf16"],
+                                    "torch_autocast": training["autocast"],
                                     "gradient_accumulation_steps": (training["accumulation"] or 1) > 1}.items() if is_set]
     if left:
         _log.warning("offloadd: what the configuration says of %s is left to the program: attach() takes its optimizer, its loop and the model's "

@@ -128,6 +128,10 @@ class ForeignPart:
         if self._options is None:  # not one of its base class, within its own
             self._options = process_state.options_of(self.optimizer)
 
+    def is_within_step(self):
+        """Or one has raised an error."""
+        return self._options is not None
+
     def _end(self):
         Engine.set_writes_alike(False)
         before, self._options = self._options, None

@@ -656,7 +656,8 @@ class Handle(Grows, jobs.OfProcess):
         error = None
         if self.is_of_this_process():
             self.last_step = self._engine.step_count()
-            self._tell_of_writes()
+            if not any(part.is_within_step() for part in self._foreign_parts()):  # which is taken anew, where an error has ended it
+                self._tell_of_writes()
             self._end_states()
         engine, self._engine = self._engine, None
         served.forget_replaced(self._identities)

@@ -5,11 +5,13 @@ The class of the instance is swapped for a subclass of it: isinstance, repr, par
 """
 
 import collections
+import contextlib
 import copy
 import copyreg
 import functools
 import gc
 import sys
+import weakref
 
 import torch
 
@@ -19,6 +21,7 @@ from .optimizer_state import StateOfAll, refuse_write
 from .recipes import is_narrow, number, parameters_of, refuse
 
 
+asked = weakref.WeakKeyDictionary()  # optimizer -> what answers for attributes that it has not, by (optimizer, name)
 _OURS = ("_offload", "_masters", "_former_steps")  # attributes of an instance
 
 
@@ -40,6 +43,16 @@ class CopiedAsItWas:
 
     def __init_subclass__(cls, **kwargs):
         """Classes of the script's that look at their subclasses (registries) hear of none of ours."""
+
+    def __getattr__(self, name):
+        """What the class of the script's answers counts."""
+        own, ask = getattr(super(), "__getattr__", None), None if name.startswith("_") else asked.get(self)
+        if own is not None:
+            with contextlib.nullcontext() if ask is None else contextlib.suppress(AttributeError):
+                return own(name)
+        if ask is None:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)
+        return ask(self, name)
 
     def __getstate__(self):
         """A class of the script's may give more than torch's."""

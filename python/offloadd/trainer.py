@@ -81,6 +81,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self.options, self.resume, self.handle = options, resume, None
         self._first_job, self._training = None, 1  # the job of the first train(), and how many have had one of their own
         self.begins_anew = False  # this train() has a job of its own, after another's
+        self._has_begun = False  # this train()
         self._is_again = False  # the job is in a further train() with the optimizer that the one before had
         self.trainer = lambda: None  # while it trains
         self.checkpoint = None  # that it was told to resume from
@@ -101,6 +102,7 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def before_training(self, trainer):
         """A train() after another one, whose optimizer is a new one, trains on in a job of its own: run1-2 after run1 (anew.py)."""
+        self._has_begun = False
         former, optimizer = self.handle, getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         is_new = trainer.model_init is not None or former is None or not any(each is optimizer for each in former.optimizers)
         self.begins_anew = is_new and former is not None and former.is_open and not is_disabled() and former.world_size == 1
@@ -111,11 +113,13 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs):
         optimizer = getattr(optimizer, "optimizer", optimizer)
+        is_retried, self._has_begun = self._has_begun, True  # with a smaller batch (auto_find_batch_size)
+        self._scheduler = lr_scheduler
         if self.trainer() is not None:
             model = self.trainer().model  # SetFit gives another one, which is no module
         if self.handle is not None and self.handle.is_open:
             if any(each is optimizer for each in self.handle.optimizers):
-                self._is_again = self._is_again or state.global_step == 0
+                self._is_again = self._is_again or (state.global_step == 0 and not is_retried)
                 return  # train() again
             if not self.begins_anew or not any(each is model for each in self.handle.models):
                 self.handle.close()
@@ -131,7 +135,6 @@ class TrainerCallback(transformers.TrainerCallback):
         self.handle.has_trainer = True
         self._first_job = self._first_job or self.handle.job
         self._training, self.begins_anew, self._is_again = self._training + self.begins_anew, False, False
-        self._scheduler = lr_scheduler
         if self.trainer() is not None and not is_disabled():
             unfinished.remember_norms(self.trainer(), self)
         if state.global_step > 0 == self.handle.step and not is_disabled():

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,32 @@ class DeepSpeedTest(DeepSpeedCase):
 
     def test_bf16(self):
         self.check(self.config(bf16={"enabled": True}, gradient_clipping=0.5), self.adamw, clip=0.5, dtype=torch.bfloat16)
+
+    def test_forward_passes_under_torch_autocast(self):
+        section = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]}
+        for dtype in (torch.float32, torch.bfloat16):
+            here, there, exact = make(), make(dtype), make(dtype)
+            there.forward = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)(there.forward)
+            told = []
+            for model in (there, exact):
+                optimizer = self.adamw(model.parameters()) if dtype == torch.float32 else Masters(model, self.adamw)
+                told.append(plain(model, optimizer, 4, micro=2, clip=0.5))
+            self.assertEqual(told[0] == told[1], dtype == torch.bfloat16)
+            engine = self.initialize(here, self.config(torch_autocast=section, bf16={"enabled": dtype == torch.bfloat16}, gradient_accumulation_steps=2,
+                                                       gradient_clipping=0.5))[0]
+            self.assertEqual(engine_loop(engine, 4, micro=2, clip=0.5), told[0])
+            del there.forward
+            self.check_equal(here, there)
+            self.assertEqual({p.dtype for p in here.parameters()}, {dtype})
+            self.assertEqual((engine.torch_autocast_enabled(), engine.torch_autocast_dtype()), (True, torch.bfloat16))
+            self.assertEqual(engine.torch_autocast_lower_precision_safe_modules(), ["torch.nn.Linear"])
+
+    def test_of_torch_autocast_to_fp16_the_way_out_is_told(self):
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1104 torch_autocast .*set \"dtype\" to that"):
+            self.initialize(make(), self.config(torch_autocast={"enabled": True, "dtype": "float16"}))
+        engine = self.initialize(make(), self.config(torch_autocast={"dtype": "float16"}))[0]  # as there, it has to be switched on
+        self.assertEqual((engine.torch_autocast_enabled(), engine.torch_autocast_dtype()), (False, None))
+        self.assertIn("torch.nn.modules.conv.Conv2d", engine.torch_autocast_lower_precision_safe_modules())
 
     def test_adam_with_weight_decay_in_the_gradient(self):
         optimizer = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}}
@@ -300,6 +327,29 @@ class DeepSpeedTest(DeepSpeedCase):
         with self.assertRaisesRegex(offloadd.Error, "OFD-1002.*a part of 3 elements"):
             utils.safe_set_local_fp32_param(weight, torch.zeros(3))
 
+    def test_what_programs_ask_of_the_optimizer(self):
+        here, there = make(), make()
+        engine, optimizer, *_ = self.initialize(here, self.config(gradient_clipping=0.5))
+        expected = self.adamw(there.parameters())
+        optimizer.set_lr(5e-3)
+        expected.param_groups[0]["lr"] = 5e-3
+        for step in range(2):
+            optimizer.backward(engine(batch(step)))
+            engine.step()
+        self.assertEqual([optimizer.get_lr(), optimizer.clip_grad, optimizer.gradient_accumulation_steps, optimizer.has_overflow()], [5e-3, 0.5, 1, False])
+        plain(there, expected, 2, clip=0.5)
+        self.check_equal(here, there)
+        self.assertEqual(list(map(id, optimizer.bit16_groups[0])), list(map(id, here.parameters())))
+        optimizer.offload_states(), optimizer.reload_states(), optimizer.refresh_fp32_params(), optimizer.empty_partition_cache()
+        for name, way in {"fp32_partitioned_groups_flat": "safe_get_full_fp32_param", "averaged_gradients": "safe_get_full_grad",
+                          "optimizer": "the optimizer itself", "ipg_buckets": "from_deepspeed.md"}.items():
+            self.assertFalse(hasattr(optimizer, name))
+            with self.assertRaisesRegex(AttributeError, f"OFD-1108 optimizer.{name} is not there.*{way}"):
+                getattr(optimizer, name)
+        copied = pickle.loads(pickle.dumps(optimizer))
+        with self.assertRaisesRegex(AttributeError, "no attribute 'get_lr'"):  # torch's own
+            copied.get_lr()
+
     # ---- Configurations ----
 
     def test_a_configuration_is_a_file_or_arguments_too(self):
@@ -378,10 +428,10 @@ class DeepSpeedTest(DeepSpeedCase):
             self.assertEqual(sum("gradient_clipping is left to the program's loop" in line for line in said.output), count)
             self.assertEqual(sum("clip" in line for line in said.output), count)
         model = make()
-        config = self.config(gradient_accumulation_steps=2, scheduler={"type": "WarmupLR"})
+        config = self.config(gradient_accumulation_steps=2, scheduler={"type": "WarmupLR"}, torch_autocast={"enabled": True, "dtype": "bf16"})
         with self.assertLogs("offloadd", "WARNING") as said:
             offloadd.attach(model, self.adamw(model.parameters()), config=config, job="attached").close()
-        self.assertIn("says of optimizer, scheduler, gradient_accumulation_steps is left to the program", "\n".join(said.output))
+        self.assertIn("says of optimizer, scheduler, torch_autocast, gradient_accumulation_steps is left to the program", "\n".join(said.output))
         path = os.path.join(self.folder.name, "offloadd.toml")
         with open(path, "w", encoding="utf-8") as file:
             file.write(f'job = "toml"\nmemory.ram = "64MiB"\npool = "{self.pool}"\n')

@@ -1330,6 +1330,31 @@ def only_what_is_written_behind_the_last_step_is_told_of(run):
         assert [line.split("not part of it: ")[1].split(". A run")[0] for line in lines if "has written since" in line] == [names] * bool(names), lines
 
 
+class EndsAmidAStep(torch.optim.NAdam):
+    def step(self, closure=None):
+        super().step(closure)
+        raise KeyboardInterrupt
+
+
+@case(types=("fp32",), memory=("floor",))
+def an_error_amid_a_step_of_this_process_is_no_writing_behind_the_last(run):
+    """A run that goes on takes that step anew, and has nothing to write."""
+    if not run.offloaded:
+        return
+    model = run.make(Means)
+    optimizer = EndsAmidAStep(model.parameters(), 1e-2)
+    run.attach(model, optimizer)
+    model(torch.randn(8, 8)).pow(2).sum().backward()
+    try:
+        optimizer.step()
+        assert False, "no error"
+    except KeyboardInterrupt:
+        pass
+    with Lines() as lines:
+        run.end()
+    assert not any("has written since" in line for line in lines), lines
+
+
 @case(types=("fp32",), memory=("floor",))
 def interrupt_while_a_step_is_taken(run):
     """Python raises it when the step is there: nothing was written behind it, and arrays have its weights."""

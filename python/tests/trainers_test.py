@@ -291,6 +291,39 @@ def interrupted_and_continued_without_a_checkpoint(run):
     return fit(run, run.make(llama))[1][-2]
 
 
+class TooLarge(transformers.Trainer):
+    """Batches of two do not fit in memory, so that auto_find_batch_size begins anew with smaller ones."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        if len(inputs["input_ids"]) > 1:
+            raise RuntimeError("CUDA out of memory.")
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class TooLargeLater(TooLarge):
+    """The first two steps were taken."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        its = transformers.Trainer if self.state.global_step < 2 else TooLarge
+        return its.training_step(self, model, inputs, *args, **kwargs)
+
+
+def interrupted_with_smaller_batches(name, cls):
+    def function(run):
+        options = {"cls": cls, "auto_find_batch_size": True, "max_steps": 6}
+        if run.offloaded:
+            with interrupted():
+                fit(run, run.make(llama), more=[Stop(4)], **options)
+        return fit(run, run.make(llama), **options)[1]
+
+    function.__name__ = name
+    case(function, **FP32)
+
+
+interrupted_with_smaller_batches("interrupted_with_smaller_batches", TooLarge)
+interrupted_with_smaller_batches("interrupted_with_smaller_batches_after_steps", TooLargeLater)
+
+
 class TrainsInTurn(transformers.Trainer):
     """train() again and again, with an optimizer that is new each time, or with the same."""
 

@@ -158,6 +158,11 @@ void CheckTraining(const config::Training& training) {
                   "checkpoint.load_universal = true: in C++ no universal checkpoint is loaded",
                   "Remove the key, and make the job with offloadctl import"));
   }
+  if (training.autocast) {
+    ThrowStatus(MakeError(ErrorId::kDsConfigUnsupported,
+                          "torch_autocast.enabled = true: in C++ forward passes are the loop's",
+                          "Remove the section, and use at::autocast in the loop"));
+  }
 }
 
 void CheckFp16(const config::Import& import) {

@@ -15,7 +15,7 @@ from ..errors import Error
 from ..handle import gather
 from ..library import is_disabled
 from ..named_tensors import all_named_parameters_of, buffers_of
-from . import comm, loss_scale, schedules, setup, snapshots, trainers, zero
+from . import comm, loss_scale, of_optimizer, schedules, setup, snapshots, trainers, zero
 from .checkpoints import Checkpoints
 from .files import write_text
 from .from_configuration import make_scheduler, optimizer_of
@@ -34,7 +34,7 @@ class _Settings:
         self.micro_batch = training["micro_batch_size"]
         self.batch = training["batch_size"] or (self.micro_batch * self.accumulation * world_size if self.micro_batch else None)
         self.clipping = training["gradient_clipping"] if training["gradient_clipping"] is not None else 1.0
-        self.bf16 = bool(training["bf16"])
+        self.bf16, self.autocast = bool(training["bf16"]), training["autocast"]
 
 
 def _write_weights(former, model, folder):
@@ -142,6 +142,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
             self._handle = attaching.attach(self.module, optimizer, **of_job)
         for name, value in (("overflow", False), ("loss_scale", 1.0), ("cur_scale", 1.0), ("parameter_offload", zero.ParameterOffload())):
             optimizer.__dict__.setdefault(name, value)  # what programs ask DeepSpeed's own
+        of_optimizer.answer(self, optimizer)
         if own and not is_disabled():
             setup.jobs.own(self._handle, self.module)
         self._begin_scaling()
@@ -218,11 +219,18 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
     # ---- The loop ----
 
     def forward(self, *args, **kwargs):
-        result = self.module(*(loss_scale.as_half(args) if self.fp16_auto_cast() else args), **kwargs)
+        with self._autocast():
+            result = self.module(*(loss_scale.as_half(args) if self.fp16_auto_cast() else args), **kwargs)
         if (self._settings.accumulation > 1 or self._scaler is not None) and torch.is_grad_enabled() and self.module.training:
             self._is_scaled = False
             return self._scale_when_called_directly(result)
         return result
+
+    def _autocast(self):
+        """Without its cache, where it would keep what was cast of all weights until the end of the pass, activation checkpointing or not."""
+        if not self._settings.autocast:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     def _scale_when_called_directly(self, result):
         """loss.backward() in place of engine.backward(loss): DeepSpeed divides what flows in, too."""

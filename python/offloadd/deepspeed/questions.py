@@ -9,6 +9,7 @@ from ..errors import Error
 from . import comm
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
+_CAST_MODULES = ("torch.nn.modules.linear.Linear", *(f"torch.nn.modules.conv.Conv{n}d" for n in (1, 2, 3)))
 
 
 class Monitor:
@@ -101,7 +102,7 @@ class Questions:
 
     pld_enabled = flops_profiler_enabled = autotuning_enabled = elasticity_enabled = curriculum_enabled_legacy = _always(False)
     random_ltd_enabled = data_efficiency_enabled = tensorboard_enabled = wandb_enabled = monitor_enabled = _always(False)
-    torch_autocast_enabled = zero_quantized_gradients = zero_quantized_nontrainable_weights = super_offload = _always(False)
+    zero_quantized_gradients = zero_quantized_nontrainable_weights = super_offload = _always(False)
     bf16_master_weights_and_gradients = bf16_optimizer_states = checkpoint_tag_validation_enabled = is_deepcompile_active = _always(False)
     is_deepcompile_enabled = zero_quantized_weights = use_node_local_storage = curriculum_learning_enabled = _always(False)
     amp_params = optimizer_legacy_fusion = fp16_master_weights_and_gradients = _always(False)
@@ -181,6 +182,16 @@ class Questions:
 
     def bfloat16_enabled(self):
         return self._settings.bf16
+
+    def torch_autocast_enabled(self):
+        return self._settings.autocast
+
+    def torch_autocast_dtype(self):
+        return torch.bfloat16 if self._settings.autocast else None
+
+    def torch_autocast_lower_precision_safe_modules(self):
+        """What the configuration says, which has no effect: torch.autocast chooses by operators, and gradients keep the type of their weights."""
+        return _told("lower_precision_safe_modules", list(_CAST_MODULES), "torch_autocast")(self)
 
     def amp_enabled(self):
         return False
