@@ -9,6 +9,7 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -396,15 +397,21 @@ TEST(StoreTest, WhatItsDriveDoesIsToldWhileAnotherThreadReads) {
         .Flip(layout.PlaceOffset(place) + where.area_offset_bytes, 3);
   auto store = MustOpen(pool);
   constexpr uint64_t kReads = 20;
+  std::atomic<bool> is_over = false;
   std::thread reads([&] {
     const MappedRegion got = Buffer(where.size_bytes);
     for (uint64_t i = 0; i < kReads; ++i) {
       Stamp stamp = store->stamp(id);
       EXPECT_EQ(IdOf(ReadVerified(*store, {id, got.data()}, &stamp)), ErrorId::kChecksum);
     }
+    is_over = true;
   });
-  while (store->error_counts().lost_extents < kReads) EXPECT_LE(store->device().in_flight(), 1u);
+  while (!is_over) {
+    EXPECT_LE(store->error_counts().lost_extents, kReads);
+    EXPECT_LE(store->device().in_flight(), 1u);
+  }
   reads.join();
+  EXPECT_EQ(store->error_counts().lost_extents, kReads);
   EXPECT_EQ(store->error_counts().checksum_mismatches, kReads);
 }
 

@@ -754,7 +754,8 @@ void LotteryTicket(Run& run) {
 enum class Order { kModelFirst, kOptimizerFirst, kBeforeAttach, kOfEngine };
 
 // A trainer that keeps no job, but files: each run begins with those of the last.
-void FromFiles(Run& run, Order order, bool same_job_kind) {
+enum class Kind { kAdamW, kMomentum, kSgd };
+void FromFiles(Run& run, Order order, Kind kind = Kind::kAdamW) {
   std::string of_model, of_optimizer;
   for (int part = 0; part < 3; ++part) {
     if (IsInMemory() && part > 0) break;
@@ -766,11 +767,11 @@ void FromFiles(Run& run, Order order, bool same_job_kind) {
     auto engine = run.Open();
     std::unique_ptr<optim::Optimizer> own;
     const auto make = [&]() -> std::unique_ptr<optim::Optimizer> {
-      if (same_job_kind)
+      if (kind == Kind::kAdamW)
         return std::make_unique<optim::AdamW>(model->parameters(),
                                               optim::AdamWOptions(1e-3).weight_decay(0.1));
-      return std::make_unique<optim::SGD>(model->parameters(),
-                                          optim::SGDOptions(0.05).momentum(0.9));
+      return std::make_unique<optim::SGD>(
+          model->parameters(), optim::SGDOptions(0.05).momentum(kind == Kind::kSgd ? 0 : 0.9));
     };
     const auto read = [&](auto& to, const std::string& file) {
       if (part == 0) return;
@@ -836,13 +837,15 @@ Programs TrainerPrograms() {
       {"born_again", BornAgain},
       {"lookahead_by_hand", Lookahead},
       {"lottery_ticket", LotteryTicket},
-      {"from_files_model_first", [](Run& run) { FromFiles(run, Order::kModelFirst, true); }},
-      {"from_files_optimizer_first",
-       [](Run& run) { FromFiles(run, Order::kOptimizerFirst, true); }},
-      {"from_files_before_attaching", [](Run& run) { FromFiles(run, Order::kBeforeAttach, true); }},
-      {"from_files_of_the_engines_optimizer",
-       [](Run& run) { FromFiles(run, Order::kOfEngine, true); }},
-      {"from_files_momentum", [](Run& run) { FromFiles(run, Order::kModelFirst, false); }},
+      {"from_files_model_first", [](Run& run) { FromFiles(run, Order::kModelFirst); }},
+      {"from_files_optimizer_first", [](Run& run) { FromFiles(run, Order::kOptimizerFirst); }},
+      {"from_files_before_attaching", [](Run& run) { FromFiles(run, Order::kBeforeAttach); }},
+      {"from_files_of_the_engines_optimizer", [](Run& run) { FromFiles(run, Order::kOfEngine); }},
+      {"from_files_momentum",
+       [](Run& run) { FromFiles(run, Order::kModelFirst, Kind::kMomentum); }},
+      {"from_files_sgd", [](Run& run) { FromFiles(run, Order::kModelFirst, Kind::kSgd); }},
+      {"from_files_sgd_before_attaching",
+       [](Run& run) { FromFiles(run, Order::kBeforeAttach, Kind::kSgd); }},
   };
 }
 

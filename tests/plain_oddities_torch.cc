@@ -479,6 +479,28 @@ void SixteenBitsSearched(const Arguments& arguments) {
   }
 }
 
+// Steps from one number to another, which begin with the files of the steps before.
+void SixteenBitsOfFiles(const Arguments& arguments) {
+  Linear model(64, 64);
+  model->to(torch::kBFloat16);
+  SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-3));
+  if (arguments.loops[0] > 0) {
+    torch::load(model, arguments.out + ".model");
+    torch::load(optimizer, arguments.out + ".optimizer");
+  }
+  for (int step = arguments.loops[0]; step < arguments.loops[1]; ++step) {
+    torch::manual_seed(step);
+    const Tensor loss =
+        (model->forward(torch::randn({4, 64}, torch::kBFloat16)) - 1).square().mean();
+    optimizer.zero_grad();
+    loss.backward();
+    optimizer.step();
+    PrintStep(step, loss);
+  }
+  torch::save(model, arguments.out + ".model");
+  torch::save(optimizer, arguments.out + ".optimizer");
+}
+
 // A forward pass that writes a buffer before it has gradients.
 void PowerIteration(const Arguments& arguments) {
   struct Normed : torch::nn::Module {
@@ -830,6 +852,7 @@ int main(int argc, char** argv) {
       {"one_after_another", OneAfterAnother},
       {"anew_for_each_step", AnewForEachStep},
       {"saved_optimizer", SavedOptimizer},
+      {"sixteen_bits_of_files", SixteenBitsOfFiles},
       {"loaded_optimizer", LoadedOptimizer},
   };
   torch::manual_seed(0);

@@ -100,7 +100,7 @@ class RanksTest : public SpineFixture {
   // Until the daemon has one job, with so many ranks.
   static void WaitForRanks(int count) {
     proto::v1::StatusReply reply;
-    while (reply.jobs_size() == 0 || reply.jobs(0).ranks_size() < count)
+    while (!HasFailure() && (reply.jobs_size() == 0 || reply.jobs(0).ranks_size() < count))
       reply = StatusOfDaemon(getenv("OFFLOADD_SOCKET"));
   }
   // A session that has not opened a job.

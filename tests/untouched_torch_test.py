@@ -108,7 +108,7 @@ class UntouchedTest(unittest.TestCase):
         process.stdout.close()
         job = os.path.basename(TRAINERS[trainer])
         refused = self.run_offloaded(TRAINERS[trainer], "5", self.file("refused"))
-        self.assertEqual((refused.code, refused.out), (2, ""))
+        self.assertEqual((refused.code, refused.out), (125, ""))
         self.assertRegex(refused.error, rf"OFD-1002 pool \S+ holds a job {job}, at step \d+\. Add --resume")
 
         resumed = self.expect_run(TRAINERS[trainer], "5", self.file("resumed"), options=["--resume"])
@@ -200,6 +200,14 @@ class UntouchedTest(unittest.TestCase):
         self.assertEqual(there.out, plain.out)
         here = self.run_offloaded(TRAINERS["oddities"], "4", self.file("plain"), "loaded_optimizer", options=["--job", "loaded"])
         self.assertEqual((here.code, here.out), (0, plain.out), here.error)
+
+    def test_files_of_16_bits_have_their_masters(self):
+        runs = {"whole": "0,40", "first": "0,20", "last": "20,40"}
+        told = {name: self.expect_run(TRAINERS["oddities"], steps, self.file("whole" if name == "whole" else "parts"), "sixteen_bits_of_files",
+                                      options=["--job", name]) for name, steps in runs.items()}
+        self.assertEqual(told["first"].steps() + told["last"].steps(), told["whole"].steps())
+        with open(self.file("parts.model"), "rb") as parts, open(self.file("whole.model"), "rb") as whole:
+            self.assertEqual(parts.read(), whole.read())
 
     def test_an_optimizer_that_follows_another_of_a_resumed_run_has_its_file(self):
         self.check_oddity("one_after_another", steps=8)

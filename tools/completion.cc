@@ -112,6 +112,7 @@ std::string BashScript(const CommandWords& program, const std::vector<CommandWor
       "' -- \"$word\"))\n"
       "    return\n"
       "  fi\n"
+      "  [[ \" ${COMP_WORDS[*]:0:COMP_CWORD} \" == *' -- '* ]] && return 0\n"
       "  case ${COMP_WORDS[1]}:$before in\n",
       values,
       "    *)\n"
@@ -139,7 +140,7 @@ std::string ZshScript(const std::vector<CommandWords>& commands) {
   for (const CommandWords& command : commands) {
     absl::StrAppend(&names, "    ", Quoted(absl::StrCat(command.name, ":", command.description)),
                     "\n");
-    absl::StrAppend(&arguments, "    ", command.name, ") _arguments");
+    absl::StrAppend(&arguments, "    ", command.name, ") _arguments -S");
     for (const Flag& flag : command.flags) {
       const std::string value =
           flag.has_value ? absl::StrCat(":value:", ZshValues(flag.values)) : "";

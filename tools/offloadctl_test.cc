@@ -204,6 +204,7 @@ TEST_F(OffloadctlTest, BashCompletesCommandsFlagsAndValuesAndLeavesFilesToItself
   EXPECT_EQ(completed("config check ./"), "\n") << "a file";
   EXPECT_EQ(completed("plan --safetensors ./"), "\n") << "a file";
   EXPECT_EQ(completed("run --nvme-path /nvme0 -- ./tr"), "\n") << "a file";
+  EXPECT_EQ(completed("run --nvme-path /nvme0 -- ./trainer --r"), "\n") << "the trainer's";
 }
 
 TEST_F(OffloadctlTest, EveryShellCompletesWhatHelpLists) {

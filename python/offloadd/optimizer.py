@@ -50,9 +50,7 @@ class CopiedAsItWas:
         if own is not None:
             with contextlib.nullcontext() if ask is None else contextlib.suppress(AttributeError):
                 return own(name)
-        if ask is None:
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)
-        return ask(self, name)
+        return ask(self, name) if ask is not None else self.__getattribute__(name)  # which says why not
 
     def __getstate__(self):
         """A class of the script's may give more than torch's."""

@@ -350,6 +350,14 @@ class DeepSpeedTest(DeepSpeedCase):
         with self.assertRaisesRegex(AttributeError, "no attribute 'get_lr'"):  # torch's own
             copied.get_lr()
 
+    def test_programs_ask_an_optimizer_of_this_process_too(self):
+        model = make()
+        engine, optimizer, *_ = self.initialize(model, self.config(optimizer=None), optimizer=torch.optim.NAdam(model.parameters(), 1e-2))
+        optimizer.set_lr(5e-3)
+        optimizer.backward(engine(batch(0)))
+        engine.step()
+        self.assertEqual((optimizer.get_lr(), optimizer.has_overflow()), (5e-3, False))
+
     # ---- Configurations ----
 
     def test_a_configuration_is_a_file_or_arguments_too(self):

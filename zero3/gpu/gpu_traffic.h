@@ -5,8 +5,8 @@
 // bytes, over the order in which steps use their tensors as far as a plan can know it: forwards go
 // through the model as it is declared, backwards the other way.
 //
-// Of one rank. Not counted: what a trainer writes or looks at between two steps. Clipping moves
-// nothing: norms are taken where a pass leaves the gradients.
+// Of one rank. Not counted: what a trainer writes or looks at between two steps. Clipping by
+// 2-norms moves nothing: they are taken where a pass leaves the gradients.
 //
 // Thread safety: pure functions.
 #pragma once

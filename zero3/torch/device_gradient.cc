@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <array>
 #include <atomic>
 #include <utility>
 
@@ -14,8 +15,8 @@
 namespace offload::zero3 {
 namespace {
 
-// The kernel of the 2-norms that this program asks for; less than 0: it has asked for none.
-std::atomic<int> asked_kernel{-1};
+// Whether the program asks for 2-norms by these kernels.
+std::array<std::atomic<bool>, 2> asks_for_norms{};
 
 constexpr c10::DispatchKeySet kUnseenKeys{kManagedKey, c10::DispatchKey::Python,
                                           c10::DispatchKey::PythonTLSSnapshot};
@@ -189,15 +190,19 @@ void DeviceGradient::AfterAccumulation(const at::Tensor& added) {
   }
   GradientsAhead* const ahead = attachment_->device()->gradients_ahead();
   if (ahead == nullptr) return;  // all of them stay
-  const int kernel = asked_kernel;
-  if (!spilled() && kernel >= 0 && parameter_.grad().defined() && IsOwn(parameter_.grad()))
-    Norm(2.0, static_cast<NormKernel>(kernel));
+  if (!spilled() && parameter_.grad().defined() && IsOwn(parameter_.grad())) TakeAskedNorms();
   ahead->Added(tensor_id_);
 }
 
 at::Tensor DeviceGradient::Norm(double p, NormKernel kernel) {
-  if (p == 2.0) asked_kernel = static_cast<int>(kernel);
+  if (p == 2.0) asks_for_norms[static_cast<size_t>(kernel)] = true;
   return Gradient::Norm(p, kernel);
+}
+
+void DeviceGradient::TakeAskedNorms() {
+  for (const NormKernel kernel : {NormKernel::kOfOne, NormKernel::kOfLists}) {
+    if (asks_for_norms[static_cast<size_t>(kernel)]) Gradient::Norm(2.0, kernel);
+  }
 }
 
 void DeviceGradient::BeginUpdate() {
@@ -331,8 +336,8 @@ void DeviceGradient::FinishWriting() {
 
 // The norm while the bytes are there; the host waits for no copy of the device.
 void DeviceGradient::AfterPass() {
-  const int kernel = asked_kernel;
-  Gradient::Norm(2.0, kernel < 0 ? NormKernel::kOfOne : static_cast<NormKernel>(kernel));
+  Gradient::Norm(2.0);
+  TakeAskedNorms();
   ThrowIfError(bytes_on_device().Poll(), subject_);
   Lock lock(mutex());
   is_due_ = timing_.AddPass();

@@ -10,8 +10,8 @@
 // has no longer is read into a slot and fetched from there.
 //
 // Bytes that a further pass is added to come back ahead of it, from the drive, too
-// (gradients_ahead.h). Norms that a program asks for are taken from then on where a pass leaves the
-// bytes, so that clipping brings none of them back.
+// (gradients_ahead.h). 2-norms that a program asks for are taken from then on where a pass leaves
+// the bytes, so that clipping brings none of them back.
 //
 // Of a parameter that is updated on the device (device_tier.h) the bytes stay there, and the
 // accumulator has nothing.
@@ -64,6 +64,7 @@ class DeviceGradient final : public Gradient, public GradientsAhead::Awaited {
   void Rest() override;
   void AfterPass() override;
   at::Tensor Norm(double p, NormKernel kernel) override;
+  void TakeAskedNorms();
   void Arrive(Lock& lock) override;
   bool IsDue() const override;
   bool IsStill() const override;

@@ -50,7 +50,6 @@ class InMemoryEngine final : public Engine {
  public:
   explicit InMemoryEngine(const Options& options)
       : destination_(DestinationOf(options.device)), averaging_(AveragingOf(options)) {}
-  ~InMemoryEngine() override { EndSteps(*this); }
 
   std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
                                                          ParameterGroups groups,

@@ -190,12 +190,7 @@ absl::Status GradientSums::LetGoOfSums() {
 
 absl::StatusOr<std::optional<float>> GradientSums::ComputeNorm(uint32_t tensor) {
   if (tensor >= gradients_.size() || gradients_[tensor] == nullptr) return std::nullopt;
-  return gradients_[tensor]->NormOfSum(norm_kernel_);
-}
-
-bool GradientSums::SharesNormsOf(NormKernel kernel) {
-  std::call_once(is_norm_asked_, [&] { norm_kernel_ = kernel; });
-  return norm_kernel_ == kernel;
+  return gradients_[tensor]->NormOfSum();
 }
 
 }  // namespace offload::zero3

@@ -8,16 +8,13 @@
 // Thread safety: Add and Close on one thread while no operation runs; the rest from any thread.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
 #include "zero3/torch/attachment.h"
-#include "zero3/torch/gradient.h"
 #include "zero3/torch/gradient_stream.h"
 
 namespace offload::zero3 {
@@ -36,9 +33,6 @@ class GradientSums final : public GradientOwner, public std::enable_shared_from_
   // Where the daemon adds, for sums in the slab.
   const std::byte* SumOf(uint32_t tensor) const;
 
-  // Ranks share the norms of the kernel that the program asks first; others each takes for itself.
-  bool SharesNormsOf(NormKernel kernel);
-
   // A gradient is about to be accumulated by the backward of the calling thread. Throws.
   void EnterBackward();
 
@@ -56,8 +50,6 @@ class GradientSums final : public GradientOwner, public std::enable_shared_from_
   const std::shared_ptr<GradientChannel> channel_;
   GradientStream stream_;
   std::vector<SummedGradient*> gradients_;  // by id, null when frozen
-  std::once_flag is_norm_asked_;
-  std::atomic<NormKernel> norm_kernel_{NormKernel::kOfOne};
 };
 
 }  // namespace offload::zero3

@@ -229,7 +229,7 @@ Tensor InMemoryOptimizer::step(LossClosure closure) {
   const at::NoGradGuard no_gradients;
   TakeBackState(*this, *this);
   CheckEachOnce(param_groups_);
-  TakeReadMasters(/*is_last=*/true);
+  TakeLastReadMasters(*this);
   for (const auto& group : param_groups_) {  // refused before anything is changed
     const OptimizerSpec optimizer = CheckedSpec(optimizer_, group.options());
     CheckKeeps(states_->kept_, optimizer);
@@ -362,9 +362,13 @@ std::vector<Tensor> InMemoryOptimizer::Masters() const {
   for (const auto& group : param_groups_) {
     for (const Tensor& parameter : group.params()) {
       const InMemoryState* const state = StateOf(parameter);
-      masters.push_back(state == nullptr || IsItsOwnMaster(parameter) || !state->master.defined()
-                            ? Tensor()
-                            : Gather(parameter, "master"));
+      if (state == nullptr || IsItsOwnMaster(parameter) || !state->master.defined()) {
+        masters.emplace_back();
+      } else {
+        masters.push_back(WasWritten(parameter, *state)
+                              ? parameter.detach().to(MasterType(parameter))
+                              : state->master);
+      }
     }
   }
   return masters;
@@ -379,7 +383,7 @@ bool InMemoryOptimizer::TakeReadMasters(bool is_last) {
       has_dropped |= read.is_dropped;
       if (!read.master.defined()) continue;
       InMemoryState& state = states_->states_[parameter.unsafeGetTensorImpl()];
-      state.master = read.master;
+      state.master = read.master.to(parameter.device());
       state.version = static_cast<int64_t>(parameter._version());
     }
   }

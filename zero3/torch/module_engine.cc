@@ -425,6 +425,11 @@ void ModuleEngine::AddForeign(size_t number, bool commits_itself,
   tensors_->AddForeign(number, foreign_.at(number).optimizer, commits_itself);
 }
 
+void ModuleEngine::TakeToDaemon(const std::unordered_set<const void*>& parameters) {
+  for (Foreign& foreign : foreign_)
+    std::erase_if(foreign.stepped, [&](const void* each) { return parameters.contains(each); });
+}
+
 // Of what is updated in this process the daemon has the weight only.
 torch::Tensor ModuleEngine::Gather(const torch::Tensor& parameter, const std::string& plane) {
   const bool is_weight = !parameter.defined() || plane == "weight" ||
@@ -506,7 +511,7 @@ void ModuleEngine::ForgetForeign(size_t number) {
 
 // A run that goes on and makes them in another order, or not all, gives one what another has kept.
 void ModuleEngine::TellOfMissingForeign() {
-  if (begun_at_ == 0 || std::exchange(foreign_.front().has_told_of_missing, true)) return;
+  if (begun_at_ == 0 || std::exchange(has_told_of_missing_, true)) return;
   for (size_t number = foreign_.size(); const ForeignState* const state = tensors_->foreign(number);
        ++number) {
     if (!state->is_kept || state->described.empty()) continue;
@@ -612,11 +617,12 @@ std::unique_ptr<torch::optim::Optimizer> ModuleEngine::MakeOptimizer(torch::nn::
   if (!modules_->IsEmpty() && spec.index() == tensors_->optimizer().index())
     spec.KeepToo(tensors_->optimizer());
   Attach(module, groups, spec);
+  std::unordered_set<const void*> parameters;
   for (const auto& group : groups) {
-    for (const at::Tensor& parameter : group.params()) {
-      for (Foreign& foreign : foreign_) foreign.stepped.erase(parameter.unsafeGetTensorImpl());
-    }
+    for (const at::Tensor& parameter : group.params())
+      parameters.insert(parameter.unsafeGetTensorImpl());
   }
+  TakeToDaemon(parameters);
   return MakeOffloadOptimizer(tensors_, modules_, std::move(groups), std::move(optimizer));
 }
 

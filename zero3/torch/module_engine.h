@@ -80,7 +80,6 @@ class ModuleEngine final : public Engine {
  public:
   explicit ModuleEngine(std::shared_ptr<TensorEngine> tensors)
       : tensors_(std::move(tensors)), begun_at_(tensors_->step()) {}
-  ~ModuleEngine() override { EndSteps(*this); }
 
   std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
                                                          ParameterGroups groups,
@@ -100,6 +99,8 @@ class ModuleEngine final : public Engine {
   // The job knows of it from now on. `in_process`: one of ours behind it, or null.
   void AddForeign(size_t number, bool commits_itself,
                   const std::shared_ptr<InMemoryOptimizer>& in_process = nullptr);
+  // These are updated by the daemon from now on.
+  void TakeToDaemon(const std::unordered_set<const void*>& parameters);
   // Whether an optimizer keeps other planes than the job's, which can run in this process then.
   bool IsOfOtherKind(const kernels::OptimizerSpec& optimizer) const;
   // Takes part like AttachForeign, with an optimizer of ours whose state is in memory.
@@ -174,12 +175,12 @@ class ModuleEngine final : public Engine {
     std::weak_ptr<InMemoryOptimizer> in_process;  // one of ours, which keeps its state
     bool commits_itself = false;                  // libtorch's own
     bool has_told = false;                        // why what it keeps is not the job's
-    bool has_told_of_missing = false;             // of others than it
     size_t file_bytes = 0;                        // of what it kept last
     // Those that in_process has stepped, and no optimizer in the daemon since (TensorImpl).
     std::unordered_set<const void*> stepped;
   };
   std::vector<Foreign> foreign_;  // by their numbers
+  bool has_told_of_missing_ = false;
   std::optional<size_t> given_number_;
   const int64_t begun_at_;  // the step that the job was at when this process opened it
   const std::shared_ptr<ModuleList> modules_ = std::make_shared<ModuleList>();

@@ -14,7 +14,6 @@
 #include "base/byte_size.h"
 #include "base/error.h"
 #include "zero3/torch/dtypes.h"
-#include "zero3/torch/log.h"
 #include "zero3/torch/module_engine.h"
 #include "zero3/torch/process_memory.h"
 #include "zero3/torch/supported_model.h"
@@ -56,11 +55,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer,
     TakeBackState(*this, *this);
     CheckEachOnce(param_groups());
     TakeWhatCame();
-    if (TakeReadMasters(/*is_last=*/true)) {
-      Log().warn(
-          "a file that an optimizer has read is of other 16-bit weights than the model has: what "
-          "it says of their fp32 masters is not taken. Load the model's file, too");
-    }
+    TakeLastReadMasters(*this);
     std::vector<GroupUpdate> updates;
     for (const OptimizerParamGroup& group : param_groups())
       updates.push_back({GroupOf(group.options()), group.params()});
@@ -76,7 +71,6 @@ class OffloadOptimizer final : public torch::optim::Optimizer,
 
   void BeginWith(std::vector<KeptState> states) override {
     CountEmptyAs(states);
-    if (engine_->step() > 0) ForgetReadMasters(*this);  // as what else a file had
     engine_->BeginWith(std::move(states));
   }
   // Those that will be trained and are frozen yet begin with nothing: the store gets room for all
@@ -136,13 +130,12 @@ class OffloadOptimizer final : public torch::optim::Optimizer,
 
   std::vector<at::Tensor> Masters() const override {
     std::vector<at::Tensor> masters;
-    const bool keeps_state = engine_->keeps_state();
+    if (engine_->step() == 0) return masters;
     const ProcessMemory::Use use(engine_->process_memory(), /*inside_passes=*/false);
     for (const OptimizerParamGroup& group : param_groups()) {
       for (const at::Tensor& parameter : group.params()) {
-        const bool has_master =
-            keeps_state && HasMaster(parameter) && engine_->update_count(parameter) > 0;
-        masters.push_back(has_master ? engine_->Gather(parameter, "master") : at::Tensor());
+        masters.push_back(HasMaster(parameter) ? engine_->Gather(parameter, "master")
+                                               : at::Tensor());
       }
     }
     return masters;

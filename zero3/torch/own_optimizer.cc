@@ -46,7 +46,7 @@ using Closure = Optimizer::LossClosure;
 
 struct Attached {
   uintptr_t mark = 0;
-  const Engine* engine = nullptr;
+  Engine* engine = nullptr;
   const Optimizer* attached_at = nullptr;
   const std::type_info* type = nullptr;          // of the object
   const Optimizer* own = nullptr;                // where it was last seen
@@ -63,9 +63,6 @@ struct Attached {
   ShownState shown;             // since the last step
   std::vector<KeptState> left;  // for libtorch's own steps after the engine
   std::exception_ptr failure;   // why there is none
-  // Of a step; and whether its engine is about to be destroyed.
-  std::shared_ptr<std::recursive_mutex> stepping = std::make_shared<std::recursive_mutex>();
-  bool has_ended = false;
 };
 
 StateKeeper& KeeperOf(const Attached& attached) {
@@ -171,7 +168,7 @@ class Table {
     SetMark(own, attached_.back());
   }
 
-  std::optional<Former> FindFormer(const Engine& engine, const Optimizer& own) {
+  std::optional<Former> FindFormer(Engine& engine, const Optimizer& own) {
     const Attached self{.engine = &engine, .type = &typeid(own), .groups = GroupsOf(own)};
     std::lock_guard lock(mutex_);
     for (const std::shared_ptr<Attached>& attached : attached_) {
@@ -240,7 +237,7 @@ class Table {
   }
 
   // The parameters of an object that is being attached that no other, which lives, has.
-  std::vector<OptimizerParamGroup> WithoutOwned(const Engine& engine,
+  std::vector<OptimizerParamGroup> WithoutOwned(Engine& engine,
                                                 std::vector<OptimizerParamGroup> groups) {
     const Attached self{.engine = &engine};
     for (OptimizerParamGroup& group : groups) {
@@ -284,20 +281,6 @@ class Table {
   void AddParameters(Attached& attached, const std::unordered_set<const void*>& parameters) {
     std::lock_guard lock(mutex_);
     attached.parameters.insert(parameters.begin(), parameters.end());
-  }
-
-  // Waits for the steps of other threads; no further one begins.
-  void EndSteps(const Engine& engine) {
-    std::vector<std::shared_ptr<Attached>> all;
-    {
-      std::lock_guard lock(mutex_);
-      std::copy_if(attached_.begin(), attached_.end(), std::back_inserter(all),
-                   [&engine](const auto& attached) { return attached->engine == &engine; });
-    }
-    for (const std::shared_ptr<Attached>& attached : all) {
-      const std::lock_guard step(*attached->stepping);
-      attached->has_ended = true;
-    }
   }
 
   void Close(const Optimizer* attached_at, const Engine* engine) {
@@ -448,6 +431,8 @@ void Update(Optimizer& own, Attached& attached) {
   TakeBack(own, attached);
   if (gained.empty()) return;
   const Left left = OfProcess().Inherit(*attached.engine, gained);
+  if (auto* const offloads = dynamic_cast<ModuleEngine*>(attached.engine))
+    offloads->TakeToDaemon(gained);
   const bool begins_anew = !left.all.empty() && SucceedsAnew(*attached.engine);
   BeginWithWeights(KeeperOf(attached), own.param_groups(), begins_anew ? left.all : left.stepped);
   OfProcess().AddParameters(attached, gained);
@@ -459,9 +444,10 @@ using LoadFunction = void (*)(Optimizer*, torch::serialize::InputArchive&);
 
 at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
   const std::shared_ptr<Attached> attached = OfProcess().Find(*own);
-  if (attached == nullptr) return next(own, std::move(closure));
-  const std::lock_guard step(*attached->stepping);
-  if (attached->has_ended) ThrowStatus(SessionEnded("this optimizer"));
+  if (attached == nullptr) {
+    ForgetReadMasters(*own);  // libtorch steps without
+    return next(own, std::move(closure));
+  }
   ThrowIfError(attached->refusal);
   std::optional<ProcessMemory::Use> use;
   if (attached->memory != nullptr) use.emplace(attached->memory, /*inside_passes=*/true);
@@ -545,7 +531,10 @@ class Lent {
 void Save(const Optimizer* own, torch::serialize::OutputArchive& archive, SaveFunction next) {
   auto& object = const_cast<Optimizer&>(*own);  // was attached as one that may be changed
   const std::shared_ptr<Attached> attached = OfProcess().Find(object);
-  if (attached == nullptr) return next(own, archive);
+  if (attached == nullptr) {
+    next(own, archive);
+    return WriteReadMasters(object, archive);
+  }
   TakeBack(object, *attached);
   {
     const Lent lent(object, attached);
@@ -665,7 +654,7 @@ void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer&
   const bool goes_on = left.stepped.size() < parameters.size() && !is_new;
   if (goes_on) refusal = engine.CheckResumes(groups, spec, number);
   if (!follows) ThrowIfError(refusal);
-  Expect(engine, own, ModuleEngine::HasMasters(groups));
+  if (!former.has_value()) Expect(engine, own, ModuleEngine::HasMasters(groups));
   {
     const Heritage heritage;
     engine.AttachInProcess(module, groups, spec);
@@ -743,14 +732,14 @@ void CountHeir(Engine& engine) {
 
 }  // namespace
 
-void Divert(Optimizer& own, const Engine& engine, std::shared_ptr<Optimizer> inner, bool may_keep,
+void Divert(Optimizer& own, Engine& engine, std::shared_ptr<Optimizer> inner, bool may_keep,
             bool has_state) {
   OfProcess().Add(own, {.engine = &engine,
                         .inner = std::move(inner),
                         .may_keep = may_keep,
                         .has_stepped = has_state});
 }
-void Follow(Optimizer& own, const Engine& engine, size_t number, bool has_stepped,
+void Follow(Optimizer& own, Engine& engine, size_t number, bool has_stepped,
             std::function<void(Optimizer&)> after) {
   const auto* const offloads = dynamic_cast<const ModuleEngine*>(&engine);
   OfProcess().Add(own,
@@ -794,8 +783,6 @@ static StateMap& StateToShow(Optimizer& own) {
   return map;
 }
 
-void EndSteps(const Engine& engine) { OfProcess().EndSteps(engine); }
-
 void Undivert(const Optimizer* attached_at, const Engine& engine) {
   OfProcess().Close(attached_at, &engine);
 }
@@ -835,8 +822,8 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
           "the optimizer names parameters in two places (parameters() does so for a submodule that "
           "is registered twice), and each of its steps updates them twice");
     }
-    zero3::Expect(*this, optimizer);
     const auto former = zero3::OfProcess().FindFormer(*this, optimizer);
+    if (!former.has_value()) zero3::Expect(*this, optimizer);
     const bool begins_anew = zero3::FollowsAnew(*this, former);
     const size_t number = AttachForeign(
         module, shares ? zero3::OfProcess().WithoutOwned(*this, each_once) : each_once,
@@ -866,8 +853,9 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
     const zero3::Left left = zero3::OfProcess().Inherit(*this, zero3::ParametersOf(optimizer));
     const bool begins_anew = zero3::BeginsAnew(offloads, left);
     zero3::BeginWithWeights(keeper, groups, begins_anew ? left.all : left.stepped);
-    if (!states.empty())
-      begins_anew || !left.stepped.empty() ? keeper.ReplaceState(states) : keeper.BeginWith(states);
+    const bool goes_on = !begins_anew && left.stepped.empty();
+    if (!states.empty()) goes_on ? keeper.BeginWith(states) : keeper.ReplaceState(states);
+    if (goes_on && step() > 0) zero3::ForgetReadMasters(optimizer);  // the job has its own
     zero3::MapOf(optimizer).clear();
     zero3::Divert(optimizer, *this, std::move(inner), may_keep, /*has_state=*/!states.empty());
   } else {

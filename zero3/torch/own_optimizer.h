@@ -32,11 +32,11 @@ struct NamedOptimizer;
 // From now on step() of `own` is that of `inner`, a StateKeeper, with the groups and options that
 // `own` has then; save() and load() are libtorch's, of what `inner` keeps. `may_keep`: it does
 // already. `has_state`: it has brought its own.
-void Divert(torch::optim::Optimizer& own, const Engine& engine,
+void Divert(torch::optim::Optimizer& own, Engine& engine,
             std::shared_ptr<torch::optim::Optimizer> inner, bool may_keep, bool has_state);
 // From now on `after` follows each step() of `own` that libtorch has made. `number`: among those
 // that run in this process; `has_stepped`: one before it under that number has.
-void Follow(torch::optim::Optimizer& own, const Engine& engine, size_t number, bool has_stepped,
+void Follow(torch::optim::Optimizer& own, Engine& engine, size_t number, bool has_stepped,
             std::function<void(torch::optim::Optimizer&)> after);
 // An object of torch's SGD, attached, where that is what is named and it keeps sparse buffers
 // (HasSparseMomentum); null: it does not.
@@ -48,9 +48,6 @@ std::unique_ptr<torch::optim::Optimizer> MakeSparselyKept(
 bool IsLeftByDead(const at::Tensor& parameter);
 // What a closed engine has left of an object is in it afterwards.
 void TakeLeftState(torch::optim::Optimizer& own);
-// The engine is about to close, perhaps while another thread steps: waits for steps that are being
-// taken. Further ones are OFD-1802.
-void EndSteps(const Engine& engine);
 // The engine closes: the object that was attached at this address, and may be elsewhere or dead, is
 // an ordinary one again. It goes on with what was kept where the weights stay in memory, too;
 // where that cannot be had, its step() throws why.

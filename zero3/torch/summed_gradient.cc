@@ -318,12 +318,13 @@ at::Tensor SummedGradient::Norm(double p, NormKernel kernel) {
     if (zero_ && p > 0) return at::zeros({}, options);
     of_sum = p == 2.0 && !zero_ && !own_.has_value() && scale_ == 1 && HasSharedNorm();
   }
-  if (!of_sum || !sums_->SharesNormsOf(kernel)) return Gradient::Norm(p, kernel);
+  // Ranks share one norm of each tensor: those of another kernel each takes for itself.
+  if (!of_sum || kernel != NormKernel::kOfOne) return Gradient::Norm(p, kernel);
   const float norm = ValueOrThrow(sums_->stream().Norm(tensor_id_), subject_);
   return at::scalar_tensor(norm, options);
 }
 
-std::optional<float> SummedGradient::NormOfSum(NormKernel kernel) {
+std::optional<float> SummedGradient::NormOfSum() {
   const c10::AutoGradMode no_grad(false);
   {
     Lock lock(mutex());
@@ -331,7 +332,7 @@ std::optional<float> SummedGradient::NormOfSum(NormKernel kernel) {
       return std::nullopt;
     if (!IsOwn(parameter_.grad())) return std::nullopt;
   }
-  return Gradient::Norm(2.0, kernel).item().toFloat();
+  return Gradient::Norm(2.0).item().toFloat();
 }
 
 // ---- The step ----------------------------------------------------------------------------------

@@ -48,8 +48,8 @@ class SummedGradient : public Gradient {
   void LetGoOfSum();
   // Another rank's part is in the sum, and `.grad` is defined, though this rank's pass gave none.
   void NoteExisting();
-  // torch's 2-norm of the sum itself by that kernel; nothing when it is not `.grad`.
-  std::optional<float> NormOfSum(NormKernel kernel);
+  // torch's 2-norm of the sum itself; nothing when it is not `.grad`.
+  std::optional<float> NormOfSum();
 
  protected:
   ~SummedGradient() override = default;

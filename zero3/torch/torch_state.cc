@@ -28,6 +28,7 @@
 #include "base/check.h"
 #include "base/error.h"
 #include "zero3/torch/dtypes.h"
+#include "zero3/torch/log.h"
 #include "zero3/torch/own_options.h"
 #include "zero3/torch/throw_status.h"
 
@@ -434,10 +435,7 @@ void ForEachInOrder(const torch::optim::Optimizer& optimizer, Function function)
   }
 }
 
-}  // namespace
-
-void WriteMasters(const MasterKeeper& keeper, torch::serialize::OutputArchive& archive) {
-  const std::vector<at::Tensor> masters = keeper.Masters();
+void Write(const std::vector<at::Tensor>& masters, torch::serialize::OutputArchive& archive) {
   torch::serialize::OutputArchive of_masters(archive.compilation_unit());
   bool has_any = false;
   for (size_t i = 0; i < masters.size(); ++i) {
@@ -446,6 +444,26 @@ void WriteMasters(const MasterKeeper& keeper, torch::serialize::OutputArchive& a
     has_any = true;
   }
   if (has_any) archive.write(kMasters, of_masters);
+}
+
+}  // namespace
+
+void WriteMasters(const MasterKeeper& keeper, torch::serialize::OutputArchive& archive) {
+  Write(keeper.Masters(), archive);
+}
+
+void WriteReadMasters(const torch::optim::Optimizer& optimizer,
+                      torch::serialize::OutputArchive& archive) {
+  if (!HasReadMasters()) return;
+  std::vector<at::Tensor> masters;
+  ForEachInOrder(optimizer, [&](const at::Tensor& parameter, size_t) {
+    Table& table = OfProcess();
+    const std::lock_guard lock(table.mutex);
+    const auto found = table.read.find(parameter.unsafeGetTensorImpl());
+    const bool waits = found != table.read.end() && !found->second.parameter.expired();
+    masters.push_back(waits ? found->second.master : at::Tensor());
+  });
+  Write(masters, archive);
 }
 
 void ReadMasters(const torch::optim::Optimizer& optimizer,
@@ -464,7 +482,7 @@ void ReadMasters(const torch::optim::Optimizer& optimizer,
     table.read.insert_or_assign(
         parameter.unsafeGetTensorImpl(),
         Read{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr()),
-             master.to(MasterType(parameter))});
+             master.to(at::kCPU, MasterType(parameter))});
     table.Counted();
   });
 }
@@ -480,6 +498,13 @@ void ForgetReadMasters(const torch::optim::Optimizer& optimizer) {
 }
 
 bool HasReadMasters() { return OfProcess().count > 0; }
+
+void TakeLastReadMasters(MasterKeeper& keeper) {
+  if (!keeper.TakeReadMasters(/*is_last=*/true)) return;
+  Log().warn(
+      "a file that an optimizer has read is of other 16-bit weights than the model has: what it "
+      "says of their fp32 masters is not taken. Load the model's file, too");
+}
 
 ReadMaster TakeReadMaster(const at::Tensor& parameter, bool is_last) {
   if (!HasReadMasters()) return {};

@@ -63,6 +63,11 @@ void WriteMasters(const MasterKeeper& keeper, torch::serialize::OutputArchive& a
 // For the parameters of these groups, as long as they live.
 void ReadMasters(const torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive);
 void ForgetReadMasters(const torch::optim::Optimizer& optimizer);
+// Those that wait, of an optimizer that is not attached, into its own file.
+void WriteReadMasters(const torch::optim::Optimizer& optimizer,
+                      torch::serialize::OutputArchive& archive);
+// Before a step, behind which none waits. What is dropped is told.
+void TakeLastReadMasters(MasterKeeper& keeper);
 // Whether there are any, of whatever parameters.
 bool HasReadMasters();
 // What was read last for a parameter, if the parameter is its cast. `is_last`: it does not wait any

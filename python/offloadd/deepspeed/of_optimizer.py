@@ -5,6 +5,7 @@ import weakref
 
 from .. import optimizer as optimizers
 from ..errors import class_of
+from ..library import is_disabled
 from .missing import MissingAttribute
 
 _WAYS = {"fp32": "the masters: engine.handle.gather(p, \"master\"), deepspeed.utils.safe_get_full_fp32_param(p)",
@@ -65,5 +66,13 @@ def _ask(engine, optimizer, name):
 
 
 def answer(engine, optimizer):
-    """From now on the optimizer, which is attached, has what programs ask DeepSpeed's own; what there is not is refused by name."""
-    optimizers.asked[optimizer] = functools.partial(_ask, weakref.ref(engine))
+    """From now on the optimizer, which is attached, has what programs ask DeepSpeed's own; what there is not is refused by name. One whose class is the
+    script's still (of this process; in memory) has what can be called, and no more in a job, which would keep it."""
+    if isinstance(optimizer, optimizers.CopiedAsItWas):
+        optimizers.asked[optimizer] = functools.partial(_ask, weakref.ref(engine))
+        return
+    answers = _Answers(weakref.proxy(engine), weakref.proxy(optimizer))
+    for name in filter(lambda name: not name.startswith("_"), dir(answers)):
+        value = getattr(answers, name)
+        if callable(value) or is_disabled():
+            optimizer.__dict__.setdefault(name, value)
