@@ -319,7 +319,7 @@ class UntouchedTest(unittest.TestCase):
                 result = self.oddity(name, options=["--job", name, "--resume", "--from-first-use"])
                 self.assertEqual((result.code, result.steps()), (0, plain[at:at + 4]), name + result.error)
                 self.assertNotIn("before the job's took their place", result.error, name)
-        self.assertEqual(self.oddity("rollout", options=["--from-first-use"]).code, 2)
+        self.assertEqual(self.oddity("rollout", options=["--from-first-use"]).code, 125)
 
     def test_nothing_is_said_of_weights_where_a_pass_begins_with_gradients(self):
         self.check_oddity("own_function")

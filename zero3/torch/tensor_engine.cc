@@ -5,8 +5,6 @@
 #include <ATen/TensorIterator.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/CPUAllocator.h>
-#include <spdlog/sinks/stdout_sinks.h>
-#include <spdlog/spdlog.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -70,13 +68,6 @@ void CheckArithmetic() {
 }
 
 }  // namespace
-
-spdlog::logger& Log() {
-  static const auto* const kLogger =
-      new std::shared_ptr<spdlog::logger>(std::make_shared<spdlog::logger>(
-          "offload", std::make_shared<spdlog::sinks::stderr_sink_mt>()));
-  return **kLogger;
-}
 
 bool ReducesGradients(const Options& options) {
   if (options.gradients == "added") return false;
