@@ -332,7 +332,9 @@ absl::Status ControlClient::Seal(
     v1::SealProgress message;
     while (stream->Read(&message)) {
       done = message.done();
-      if (progress && !done) progress(message.bytes_formatted(), message.bytes_total());
+      // With nothing to make there is no progress.
+      if (progress && message.bytes_total() > 0)
+        progress(message.bytes_formatted(), message.bytes_total());
     }
     return stream->Finish();
   }));
