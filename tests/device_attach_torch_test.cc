@@ -601,15 +601,17 @@ TEST(DeviceAttachTest, ClippingBringsNoGradientBack) {
       for (int64_t i = 0; i < kMicroBatches; ++i) run.Loss(step * kMicroBatches + i).backward();
       if (clips == "together") ClipTogether(run.model(), 0.1);
       if (clips == "alone") nn::utils::clip_grad_norm_(run.model().parameters(), 0.1);
+      if (clips == "by_sum") nn::utils::clip_grad_norm_(run.model().parameters(), 0.1, 1.0);
       run.optimizer().step();
       run.optimizer().zero_grad();
     }
-    return run.device().counters().bytes_to_device - before;
+    return static_cast<double>(run.device().counters().bytes_to_device - before);
   };
-  const uint64_t without = copied("not");
-  EXPECT_GT(without, 0u);
-  EXPECT_EQ(copied("alone"), without);
-  EXPECT_EQ(copied("together"), without);
+  // What is copied ahead differs a little from run to run. A norm of another kind brings them back.
+  const double without = copied("not"), back = copied("by_sum") - without;
+  EXPECT_GT(back, without / 20);
+  EXPECT_NEAR(copied("alone"), without, back / 4);
+  EXPECT_NEAR(copied("together"), without, back / 4);
 }
 
 TEST(DeviceAttachTest, AJobGoesOnWhereItWas) {
