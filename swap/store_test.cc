@@ -359,6 +359,14 @@ TEST(StoreTest, AcknowledgedFormatSurvivesPowerCutAndAnEarlierCutLeavesNoStore) 
   }
 }
 
+void FlipInBothPlaces(const TemporaryPool& pool, const Layout& layout, const Layout::Where& where,
+                      uint64_t bit) {
+  for (uint32_t place = 0; place < 2; ++place) {
+    Patch(pool.path() + "/job.offload")
+        .Flip(layout.PlaceOffset(place) + where.area_offset_bytes + bit / 8, bit % 8);
+  }
+}
+
 TEST(StoreTest, AFlippedBitOfAnExtentIsDetected) {
   TemporaryPool pool;
   MakeStore(pool, 2);
@@ -369,17 +377,11 @@ TEST(StoreTest, AFlippedBitOfAnExtentIsDetected) {
   Stamp stamp;
   const MappedRegion got = Buffer(where.size_bytes);
   for (uint64_t bit = 3; bit < where.size_bytes * 8; bit += where.size_bytes * 8 / 40 + 1) {
-    for (uint32_t place = 0; place < 2; ++place) {
-      Patch(pool.path() + "/job.offload")
-          .Flip(layout.PlaceOffset(place) + where.area_offset_bytes + bit / 8, bit % 8);
-    }
+    FlipInBothPlaces(pool, layout, where, bit);
     auto store = MustOpen(pool);
     ASSERT_TRUE(ReadNow(*store, id, got.span(), &stamp).ok());
     EXPECT_FALSE(store->Verify(id, stamp, got.span())) << "bit " << bit;
-    for (uint32_t place = 0; place < 2; ++place) {
-      Patch(pool.path() + "/job.offload")
-          .Flip(layout.PlaceOffset(place) + where.area_offset_bytes + bit / 8, bit % 8);
-    }
+    FlipInBothPlaces(pool, layout, where, bit);
   }
   EXPECT_EQ(CheckScript(*MustOpen(pool), 2), absl::OkStatus());
 }
@@ -392,9 +394,7 @@ TEST(StoreTest, WhatItsDriveDoesIsToldWhileAnotherThreadReads) {
   const ExtentId id{0, Plane::kState0, 1};
   Layout::Where where;
   ASSERT_TRUE(layout.Find(id, &where));
-  for (uint32_t place = 0; place < 2; ++place)
-    Patch(pool.path() + "/job.offload")
-        .Flip(layout.PlaceOffset(place) + where.area_offset_bytes, 3);
+  FlipInBothPlaces(pool, layout, where, 3);
   auto store = MustOpen(pool);
   constexpr uint64_t kReads = 20;
   std::atomic<bool> is_over = false;
