@@ -228,26 +228,18 @@ void OtherOrder(Life& life) {
   }
 }
 
-void Emplaced(Life& life) {
+void EmplacedAnd(Life& life, bool is_asked_first) {
   std::optional<optim::LBFGS> own;
   for (int epoch = 0; epoch < 4; ++epoch) {
     own.emplace(life.model->parameters(), optim::LBFGSOptions(0.1).max_iter(3).history_size(4));
+    if (is_asked_first) own->state().clear();
     life.engine->Attach(*life.model, *own);
     life.Step(*own);
     life.Step(*own);
   }
 }
-
-void EmplacedAndAskedFirst(Life& life) {
-  std::optional<optim::LBFGS> own;
-  for (int epoch = 0; epoch < 4; ++epoch) {
-    own.emplace(life.model->parameters(), optim::LBFGSOptions(0.1).max_iter(3).history_size(4));
-    own->state().clear();
-    life.engine->Attach(*life.model, *own);
-    life.Step(*own);
-    life.Step(*own);
-  }
-}
+void Emplaced(Life& life) { EmplacedAnd(life, /*is_asked_first=*/false); }
+void EmplacedAndAskedFirst(Life& life) { EmplacedAnd(life, /*is_asked_first=*/true); }
 
 void MadeBeforeTheLastDies(Life& life) {
   std::unique_ptr<optim::LBFGS> own;
