@@ -190,7 +190,10 @@ void DeviceGradient::AfterAccumulation(const at::Tensor& added) {
   }
   GradientsAhead* const ahead = attachment_->device()->gradients_ahead();
   if (ahead == nullptr) return;  // all of them stay
-  if (!spilled() && parameter_.grad().defined() && IsOwn(parameter_.grad())) TakeAskedNorms();
+  if (!spilled() && parameter_.grad().defined() && IsOwn(parameter_.grad())) {
+    TakeIfAsked(NormKernel::kOfOne);
+    TakeIfAsked(NormKernel::kOfLists);
+  }
   ahead->Added(tensor_id_);
 }
 
@@ -199,10 +202,8 @@ at::Tensor DeviceGradient::Norm(double p, NormKernel kernel) {
   return Gradient::Norm(p, kernel);
 }
 
-void DeviceGradient::TakeAskedNorms() {
-  for (const NormKernel kernel : {NormKernel::kOfOne, NormKernel::kOfLists}) {
-    if (asks_for_norms[static_cast<size_t>(kernel)]) Gradient::Norm(2.0, kernel);
-  }
+void DeviceGradient::TakeIfAsked(NormKernel kernel) {
+  if (asks_for_norms[static_cast<size_t>(kernel)]) Gradient::Norm(2.0, kernel);
 }
 
 void DeviceGradient::BeginUpdate() {
@@ -337,7 +338,7 @@ void DeviceGradient::FinishWriting() {
 // The norm while the bytes are there; the host waits for no copy of the device.
 void DeviceGradient::AfterPass() {
   Gradient::Norm(2.0);
-  TakeAskedNorms();
+  TakeIfAsked(NormKernel::kOfLists);
   ThrowIfError(bytes_on_device().Poll(), subject_);
   Lock lock(mutex());
   is_due_ = timing_.AddPass();

@@ -64,7 +64,7 @@ class DeviceGradient final : public Gradient, public GradientsAhead::Awaited {
   void Rest() override;
   void AfterPass() override;
   at::Tensor Norm(double p, NormKernel kernel) override;
-  void TakeAskedNorms();
+  void TakeIfAsked(NormKernel kernel);
   void Arrive(Lock& lock) override;
   bool IsDue() const override;
   bool IsStill() const override;
