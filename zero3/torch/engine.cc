@@ -151,11 +151,7 @@ class InMemoryEngine final : public Engine {
   }
   // What others kept of these parameters that are dead, as an offloaded job does.
   void ForgetFormer(const ParameterGroups& groups) {
-    std::unordered_set<const void*> stepped;
-    for (const auto& group : groups) {
-      for (const at::Tensor& parameter : group.params())
-        stepped.insert(parameter.unsafeGetTensorImpl());
-    }
+    const std::unordered_set<const void*> stepped = ParametersOf(groups);
     std::erase_if(states_, [&](const auto& states) {
       const bool is_former = states.use_count() == 1 && states->AreWithin(stepped);
       if (is_former) own_steps_ += states->steps();

@@ -274,6 +274,13 @@ bool WasWritten(const Tensor& parameter, const InMemoryState& state) {
          !at::equal(parameter.detach(), state.master.to(parameter.scalar_type()));
 }
 
+// A master that is kept, as long as it is the weight's.
+Tensor MasterNow(const Tensor& parameter, const InMemoryState* state) {
+  const bool has_master = !IsItsOwnMaster(parameter) && state != nullptr &&
+                          state->master.defined() && !WasWritten(parameter, *state);
+  return (has_master ? state->master : parameter).detach().to(MasterType(parameter));
+}
+
 }  // namespace
 
 const InMemoryState* InMemoryStates::StateOf(const Tensor& parameter) const {
@@ -291,9 +298,7 @@ Tensor InMemoryStates::Gather(const Tensor& parameter, const std::string& plane)
   const InMemoryState* const state = StateOf(parameter);
   if (plane == "weight") return parameter.detach().clone();
   if (plane == "master") {
-    const bool has_master = !IsItsOwnMaster(parameter) && state != nullptr &&
-                            state->master.defined() && !WasWritten(parameter, *state);
-    return (has_master ? state->master : parameter).detach().to(MasterType(parameter)).clone();
+    return MasterNow(parameter, state).clone();
   }
   if (plane == "average" && kept_.averaging().is_on()) {
     const bool has_begun = state != nullptr && state->average.defined();
@@ -362,13 +367,9 @@ std::vector<Tensor> InMemoryOptimizer::Masters() const {
   for (const auto& group : param_groups_) {
     for (const Tensor& parameter : group.params()) {
       const InMemoryState* const state = StateOf(parameter);
-      if (state == nullptr || IsItsOwnMaster(parameter) || !state->master.defined()) {
-        masters.emplace_back();
-      } else {
-        masters.push_back(WasWritten(parameter, *state)
-                              ? parameter.detach().to(MasterType(parameter))
-                              : state->master);
-      }
+      const bool is_kept =
+          state != nullptr && !IsItsOwnMaster(parameter) && state->master.defined();
+      masters.push_back(is_kept ? MasterNow(parameter, state) : Tensor());
     }
   }
   return masters;

@@ -617,12 +617,7 @@ std::unique_ptr<torch::optim::Optimizer> ModuleEngine::MakeOptimizer(torch::nn::
   if (!modules_->IsEmpty() && spec.index() == tensors_->optimizer().index())
     spec.KeepToo(tensors_->optimizer());
   Attach(module, groups, spec);
-  std::unordered_set<const void*> parameters;
-  for (const auto& group : groups) {
-    for (const at::Tensor& parameter : group.params())
-      parameters.insert(parameter.unsafeGetTensorImpl());
-  }
-  TakeToDaemon(parameters);
+  TakeToDaemon(ParametersOf(groups));
   return MakeOffloadOptimizer(tensors_, modules_, std::move(groups), std::move(optimizer));
 }
 

@@ -48,6 +48,15 @@ NamedOptimizer Named(Options defaults, SpecOf spec_of, bool counts_as_write = fa
 
 }  // namespace
 
+std::unordered_set<const void*> ParametersOf(std::span<const OptimizerParamGroup> groups) {
+  std::unordered_set<const void*> parameters;
+  for (const OptimizerParamGroup& group : groups) {
+    for (const at::Tensor& parameter : group.params())
+      parameters.insert(parameter.unsafeGetTensorImpl());
+  }
+  return parameters;
+}
+
 std::vector<OptimizerParamGroup> OneGroup(const torch::nn::Module& module) {
   std::vector<at::Tensor> parameters;
   std::unordered_set<const void*> seen;

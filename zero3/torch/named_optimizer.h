@@ -16,6 +16,7 @@
 #include <optional>
 #include <span>
 #include <string_view>
+#include <unordered_set>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -54,6 +55,10 @@ absl::Status AverageStays(const Averaging& averaging, const std::string& what);
 // The same of a state of `given` updates for what has had `here` in this job, and is `what`.
 absl::Status AverageHasMovedOtherwise(const Averaging& averaging, const std::string& what,
                                       uint64_t given, uint64_t here);
+
+// The parameters of all groups (TensorImpl).
+std::unordered_set<const void*> ParametersOf(
+    std::span<const torch::optim::OptimizerParamGroup> groups);
 
 // The optimizer with its defaults, but keeping all that any of the groups keeps. OFD-1002 for
 // values that make no sense, and for a parameter that is in two places.

@@ -77,15 +77,6 @@ MasterKeeper& MasterKeeperOf(const Attached& attached) {
   return *keeper;
 }
 
-std::unordered_set<const void*> ParametersOf(const Optimizer& optimizer) {
-  std::unordered_set<const void*> parameters;
-  for (const OptimizerParamGroup& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params())
-      parameters.insert(parameter.unsafeGetTensorImpl());
-  }
-  return parameters;
-}
-
 std::vector<std::vector<const void*>> GroupsOf(const Optimizer& optimizer) {
   std::vector<std::vector<const void*>> groups;
   for (const OptimizerParamGroup& group : optimizer.param_groups()) {
@@ -159,7 +150,7 @@ class Table {
     attached.mark = last_mark_ += 2;  // odd: no address of a parameter
     attached.own = attached.attached_at = &own;
     attached.type = &typeid(own);
-    attached.parameters = ParametersOf(own);
+    attached.parameters = ParametersOf(own.param_groups());
     attached.groups = GroupsOf(own);
     std::erase_if(attached_, [&](const auto& other) {
       return IsFormer(other, attached) && other->number == attached.number;
@@ -337,7 +328,7 @@ class Table {
     for (auto it = attached_.rbegin(); it != attached_.rend(); ++it) {
       const std::shared_ptr<Attached>& attached = *it;
       if (attached->own != &own || *attached->type != typeid(own)) continue;
-      for (const void* const parameter : ParametersOf(own)) {
+      for (const void* const parameter : ParametersOf(own.param_groups())) {
         if (attached->parameters.contains(parameter)) return attached;
       }
     }
@@ -642,7 +633,7 @@ void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer&
   const std::vector<KeptState> states = OwnStateOf(own);
   const std::vector<OptimizerParamGroup> groups = own.param_groups();
   const kernels::OptimizerSpec spec = SpecOfAll(named, groups);
-  const auto parameters = ParametersOf(own);
+  const auto parameters = ParametersOf(own.param_groups());
   const Left left = OfProcess().FindLeft(engine, parameters);
   const bool follows = left.all.size() == parameters.size();
   const bool is_new = !left.all.empty() && engine.tensors().Succeed();
@@ -807,9 +798,9 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
   }
   // What a living one has in the daemon is the job's: of an encoder that both have this one keeps
   // its own.
-  const bool shares =
-      named.has_value() && !zero3::OfProcess().IsAttached(optimizer) &&
-      zero3::OfProcess().HasLivingOwner({.engine = this}, zero3::ParametersOf(optimizer));
+  const bool shares = named.has_value() && !zero3::OfProcess().IsAttached(optimizer) &&
+                      zero3::OfProcess().HasLivingOwner(
+                          {.engine = this}, zero3::ParametersOf(optimizer.param_groups()));
   const bool steps_itself =
       named.has_value()
           ? shares || zero3::HasRootsOfItsOwn(*named, groups) ||
@@ -850,7 +841,8 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
       return MakeOptimizer(module, groups, *std::move(named));
     }();
     auto& keeper = dynamic_cast<zero3::StateKeeper&>(*inner);
-    const zero3::Left left = zero3::OfProcess().Inherit(*this, zero3::ParametersOf(optimizer));
+    const zero3::Left left =
+        zero3::OfProcess().Inherit(*this, zero3::ParametersOf(optimizer.param_groups()));
     const bool begins_anew = zero3::BeginsAnew(offloads, left);
     zero3::BeginWithWeights(keeper, groups, begins_anew ? left.all : left.stepped);
     const bool goes_on = !begins_anew && left.stepped.empty();
